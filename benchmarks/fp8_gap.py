@@ -49,8 +49,8 @@ from words import Parser
 
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compose import quoted
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.reports import spread
 from gpt2_fp8.train import metrics_csv
 

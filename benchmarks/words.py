@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from gpt2_fp8 import compose
-from gpt2_fp8.compose import benchmark_cases
+from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def conditions(self, file: str) -> dict[str, list[str]]:
         """Return the words of each line `NAME: WORDS` of a file, by its name. Exits with 2 if it cannot be read."""
         problems: list[Problem] = []
-        rows = benchmark_cases.read(file, problems, "--conditions")
+        rows = benchmark.read_rows(file, problems, "--conditions")
         if problems:
             self.error(str(UserError(problems)))
         return {row.name: list(row.words) for row in rows}

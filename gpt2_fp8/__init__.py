@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt2_fp8.compose.load import load_config as load_config
+    from gpt2_fp8.compose import load_config as load_config
     from gpt2_fp8.data.datamodule import TokenDataModule as TokenDataModule
     from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO as FolderCheckpointIO
     from gpt2_fp8.train.language_model import LanguageModel as LanguageModel
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "load_config": "compose.load",
+    "load_config": "compose",
     "GPT2Module": "train.module",
     "TokenDataModule": "data.datamodule",
     "FP8Precision": "train.precision_plugin",
@@ -44,7 +44,7 @@ def build(*words: str, **choices: str) -> LanguageModel:
     `choices` are keys without a dot, and `words` any keys, as the command line takes them: "model.n_layer=6".
     See `LanguageModel`. Raises UserError with every problem.
     """
-    from gpt2_fp8.compose.load import load_config
+    from gpt2_fp8.compose import load_config
     from gpt2_fp8.train.language_model import LanguageModel
 
     own = [f"{key}={value}" for key, value in ({"micro_batch_size": "1"} | choices).items()]  # a loop has its batches

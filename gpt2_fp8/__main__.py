@@ -66,11 +66,11 @@ def main(argv: list[str]) -> int:
 def listing() -> str:
     """Return the text that lists the programs, one a line."""
     rows = programs.table()
-    width = max(len(row.name) for row in rows)
+    width = max(map(len, rows))
     first = "  gpt2-fp8 {:<" + str(width) + "}  "
     lines = (
-        textwrap.fill(row.about, 110, initial_indent=first.format(row.name), subsequent_indent=" " * (width + 13))
-        for row in rows
+        textwrap.fill(about, 110, initial_indent=first.format(name), subsequent_indent=" " * (width + 13))
+        for name, about in rows.items()
     )
     return HELP.format(version=programs.VERSION, programs="\n".join(lines))
 

@@ -10,23 +10,22 @@ written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 
 
 from __future__ import annotations
 
-import signal
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from gpt2_fp8.compose import benchmark
-from gpt2_fp8.config import output_folder
-from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
+from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import process_end, programs
+from gpt2_fp8.runtime import programs, signals
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -50,69 +49,33 @@ Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case finished, or 
 could be written; 2 your input; 130, 141, 143 stopped."""
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM and similar signals, which end things as Ctrl-C does."""
-
-
-class _Handlers:
-    """Raise a KeyboardInterrupt for every signal, except for those that are ignored.
-
-    Attributes: `code`, the exit code for the first signal, None before it. What was raised may have become another
-    error on its way (`runtime/signal_handlers.py`).
-    """
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-        numbers = [number for number in process_end.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._stop) for number in numbers}
-
-    def put_back(self) -> None:
-        """Restore the handlers that were there before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self, signum: int, frame: object) -> None:
-        self.code = self.code or (130 if signum == signal.SIGINT else 143)
-        if signum == signal.SIGHUP:
-            process_end.leave_terminal()
-        raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
-
-
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    try:
-        return programs.end(_main(argv))
-    except BrokenPipeError:  # the reader has ended
-        return programs.without_reader()
-
-
-def _main(argv: list[str]) -> int:
-    if programs.answered(argv, help_text):
-        return 0
-    handlers = _Handlers()
-    try:
-        bench, configs, device = _request(argv)
-        record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
-        _say_start(record, configs, device)
+    with signals.handled() as handlers:
         try:
-            _measure_cases(record, configs, device)
-            record.complete = True
-        finally:
-            _end(record)
-    except (KeyboardInterrupt, Exception) as error:
-        if handlers.code is not None or isinstance(error, KeyboardInterrupt):
+            with handlers.at_once():
+                return programs.end(programs.exit_code(lambda: _bench(argv)))
+        except Interrupted:
             print("stopped", file=sys.stderr)
-            return handlers.code or (143 if isinstance(error, _Terminated) else 130)
-        if not isinstance(error, RunError):
-            raise
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
+        assert handlers.received is not None
+        return 128 + handlers.received
+
+
+def _bench(argv: list[str]) -> None:
+    if programs.answered(argv, help_text):
+        return
+    bench, configs, device = _request(argv)
+    record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
+    _say_start(record, configs, device)
+    try:
+        _measure_cases(record, configs, device)
+        record.complete = True
     finally:
-        handlers.put_back()
+        _end(record)
     if record.unwritten:
-        print(f"error: {record.folder} does not hold what was measured: {record.unwritten}", file=sys.stderr)
-        return 1
-    return 0 if any(measured.result.status == "ok" for measured in record.cases) else 1
+        raise RunError(f"error: {record.folder} does not hold what was measured: {record.unwritten}")
+    if not any(measured.result.status == "ok" for measured in record.cases):
+        raise RunError("error: no case finished")
 
 
 def help_text() -> str:
@@ -127,7 +90,7 @@ def help_text() -> str:
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
-    if found := output_folder.check(FOLDER, "outputs/bench"):
+    if found := disk.check_folder(FOLDER, "outputs/bench"):
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)

@@ -67,13 +67,11 @@ def _named(name: str, each: Sequence[Condition]) -> Condition:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.compare",
-        description="Compares the runs of sweeps, and single runs: losses at equal tokens, time to equal loss, "
-        "throughput, memory, and a verdict on FP8. Writes compare.md, compare.html and compare.png.",
-        epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
+    parser = programs.parser(
+        "compare",
+        "Compares the runs of sweeps, and single runs: losses at equal tokens, time to equal loss, throughput, memory, "
+        "and a verdict on FP8. Writes compare.md, compare.html and compare.png.",
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("words", nargs="*", metavar="FOLDER", help="folders of sweeps or runs, or runs=[A,B]")
     parser.add_argument("--base", metavar="NAME", help="the condition that others are compared with (default: bf16)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where files go (default: the sweep's own folder)")

@@ -14,8 +14,9 @@ import logging
 import sys
 from typing import Any
 
-from gpt2_fp8.compose import evaluation, own_keys
-from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
+from gpt2_fp8.compose import evaluation
+from gpt2_fp8.compose.commandline import list_keys
+from gpt2_fp8.config.programs import EvaluateConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 
@@ -55,7 +56,8 @@ def main(argv: list[str]) -> int:
 
 def help_text() -> str:
     """Return the text of `--help`."""
-    return HELP.format(keys=own_keys.listed(EvaluateConfig), groups=", ".join(GROUPS), others=", ".join(KEYS))
+    groups, others = ", ".join(evaluation.GROUPS), ", ".join(evaluation.KEYS)
+    return HELP.format(keys=list_keys(EvaluateConfig), groups=groups, others=others)
 
 
 def _evaluate(argv: list[str]) -> None:

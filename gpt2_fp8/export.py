@@ -17,16 +17,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import output_folder, trained_folder
+from gpt2_fp8.config import disk, paths
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 
-PROGRAM = "python -m gpt2_fp8.export"
-EPILOG = (
-    "The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER (docs/huggingface.md). "
-    "Exit codes: 0 done; 1 the folder could not be written; 2 your input; 130 stopped."
-)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")  # the hub's identifiers
 _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
 
@@ -39,39 +34,32 @@ def main(argv: list[str]) -> int:
 def _export(argv: list[str]) -> None:
     asked = _parser().parse_args(argv)
     source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
-    if problems := [*_problems(source, folder), *_no_license(asked.license)]:
+    problems = list(_problems(source, folder))
+    if asked.license is not None and not _LICENSE.fullmatch(asked.license):
+        problems.append(Problem(f"--license {asked.license}: not an identifier of the hub's", "--license apache-2.0"))
+    if problems:
         raise UserError(problems)
     from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
 
     print(line(export(source, folder, not asked.no_tokenizer, asked.license)))
 
 
-def _no_license(name: str | None) -> Iterator[Problem]:
-    """Find a license that is none of the hub's identifiers by its form."""
-    if name is not None and not _LICENSE.fullmatch(name):
-        yield Problem(f"--license {name}: not an identifier of the hub's", "--license apache-2.0, mit, other, ...")
-
-
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if not os.path.isdir(source):
-        what = "is a file" if os.path.exists(source) else "does not exist"
-        yield Problem(f"{source} {what} (looked in {Path.cwd()})", _SOURCE)
-    elif why := trained_folder.why_not(source):
+    if why := paths.why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
-    if wrong := output_folder.check(folder, "FOLDER"):
+    if wrong := disk.check_folder(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
-        epilog=EPILOG,
+    parser = programs.parser(
+        "export",
+        "Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
+        epilog="The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER.",
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
     parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
     parser.add_argument(

@@ -15,14 +15,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import IO, TYPE_CHECKING
 
-from gpt2_fp8.compose import generation, own_keys
-from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.compose.commandline import Program, list_keys, read, settings, values_of
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.programs import GenerateConfig, check_generate
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs
 
 if TYPE_CHECKING:
     from gpt2_fp8.train.generation import Generation, Written
 
+PROGRAM = Program("python -m gpt2_fp8.generate", GenerateConfig, flags=("help", "overrides"))
 HELP = """\
 Writes text with a trained model: what you give it to begin with, and what the model goes on with.
 
@@ -47,11 +49,28 @@ def main(argv: list[str]) -> int:
 
 def help_text() -> str:
     """Return the text of `--help`."""
-    return HELP.format(keys=own_keys.listed(GenerateConfig))
+    return HELP.format(keys=list_keys(GenerateConfig))
+
+
+def _settings(argv: list[str]) -> GenerateConfig:
+    """Return the settings of a command line. Raises UserError with every problem.
+
+    A prompt is taken as it was typed: what stands in it is no syntax.
+    """
+    prompts = [word.removeprefix("prompt=") for word in argv if word.startswith("prompt=")]
+    line = read([word for word in argv if not word.startswith("prompt=")], PROGRAM)
+    problems = list(line.problems)
+    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
+        problems.append(Problem("prompt has bytes that are no UTF-8"))
+        prompts = []
+    config = settings(GenerateConfig, values_of(line.overrides, problems) | {"prompt": prompts}, problems)
+    if problems := [*problems, *check_generate(config)]:
+        raise UserError(dict.fromkeys(problems))
+    return config
 
 
 def _generate(argv: list[str]) -> None:
-    config = generation.preflight(argv)
+    config = _settings(argv)
     from gpt2_fp8.train.generation import Generation  # imports torch
 
     ready = Generation(config)

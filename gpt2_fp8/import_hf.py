@@ -16,15 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import hf_check, output_folder, tokenizer_file
+from gpt2_fp8.config import disk, hf_config, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line
-from gpt2_fp8.config.typed import setting
+from gpt2_fp8.config.shown import line, setting
 from gpt2_fp8.runtime import programs
-
-PROGRAM = "python -m gpt2_fp8.import_hf"
 
 
 def main(argv: list[str]) -> int:
@@ -45,56 +42,46 @@ def _import(argv: list[str]) -> None:
 
 def _config(source: Path, words: list[str]) -> RunConfig:
     """Return the settings of a run of the folder's model: its keys, its own tokenizer if it has one, and `words`."""
-    architecture, keys = hf_check.read(source)
-    own = [f"model.{key}={show(value)}" for key, value in keys.items()]
+    architecture, keys = hf_config.read_folder(source)
+    own = {f"model.{key}": f"model.{key}={show(value)}" for key, value in keys.items()}
     if any((source / file).is_file() for file in tokenizer_file.FILES):
-        own.append(setting("data.tokenizer", str(source)))
+        own["data.tokenizer"] = setting("data.tokenizer", str(source))
     elif keys["vocab_size"] == tokenizer_file.NAMES["gpt2"]:
-        own.append("data.tokenizer=gpt2")
+        own["data.tokenizer"] = "data.tokenizer=gpt2"
     typed = {word.partition("=")[0] for word in words}
-    if "data.tokenizer" not in {word.partition("=")[0] for word in [*own, *words]}:
+    if "data.tokenizer" not in {*own, *typed}:
         files = " and no ".join(tokenizer_file.FILES[:2])
-        remedy = (
-            "add the one that it was trained with: data.tokenizer=gpt2, data.tokenizer=bytes or data.tokenizer=FOLDER"
-        )
-        raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", remedy)
-    own = [word for word in own if word.partition("=")[0] not in typed]
-    fixed = [
-        "run_name=imported",
-        "model=gpt2",
-        f"model.name={architecture.model_type}",
-        setting("init_from", str(source)),
-    ]
+        raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", "add data.tokenizer=FOLDER")
+    fixed = ["run_name=imported", "model=gpt2", f"model.name={architecture.model_type}"]
+    fixed += [setting("init_from", str(source)), *(word for key, word in own.items() if key not in typed)]
     try:
-        (config,) = compose.preflight([*fixed, *own, *words])
+        (config,) = compose.preflight([*fixed, *words])
     except UserError:  # a width that FP8 cannot divide is no hindrance to a checkpoint
         if "precision" in typed:
             raise
-        (config,) = compose.preflight([*fixed, "precision=bf16", *own, *words])
+        (config,) = compose.preflight([*fixed, "precision=bf16", *words])
     return config
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if not hf_check.is_folder(source):
-        what = f"has no {hf_check.CONFIG}" if os.path.isdir(source) else "is no folder"
+    if not hf_config.is_folder(source):
+        what = f"has no {hf_config.CONFIG}" if os.path.isdir(source) else "is no folder"
         yield Problem(
             f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
         )
-    if wrong := output_folder.check(folder, "FOLDER"):
+    if wrong := disk.check_folder(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.lexists(folder):
         yield Problem(f"{folder} is there already", "name a folder that is not there yet")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
-        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md). "
-        "Exit codes: 0 done; 1 the checkpoint could not be written; 2 your input; 130 stopped.",
+    parser = programs.parser(
+        "import_hf",
+        "Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
+        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md).",
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("source", type=Path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM")
     parser.add_argument("folder", type=Path, help="the checkpoint to write; it is not there yet")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="as in a run, such as data.tokenizer=gpt2")

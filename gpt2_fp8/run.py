@@ -54,7 +54,7 @@ def _job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import parallel
+    from gpt2_fp8.compose import launchers
     from gpt2_fp8.compose.commandline import unforced
 
     try:
@@ -66,8 +66,8 @@ def _job(cfg: DictConfig) -> float | None:
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
-        if HydraConfig.get().mode == RunMode.MULTIRUN and parallel.is_chosen(HydraConfig.get()):
-            return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / parallel.STOP)
+        if HydraConfig.get().mode == RunMode.MULTIRUN and launchers.is_joblib(HydraConfig.get()):
+            return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / launchers.STOP)
         if (count := several.processes(config)) > 1:
             return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
         if "torch" not in sys.modules and ranks.is_first_rank():
@@ -110,26 +110,31 @@ def _run(argv: list[str]) -> int:
     import hydra
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import checked_line, commandline, slurm_sweep, sweep_start
+    from gpt2_fp8.compose import launchers, sweeps
 
-    if compose.is_help(argv):
+    line = compose.read(argv)
+    if line.shows:
         if not ranks.is_first_rank():
             return 0
-        argv = compose.look_only(argv)
+        if line.shows == "help":
+            print(compose.help_text(line))
+            return 0
+        argv = compose.look_only(line)
     else:
-        argv, jobs = checked_line.checked(argv, loading.rendezvous)
-        if len(jobs) == 1 and not commandline.read(argv)[0].multirun and (count := several.processes(jobs[0])) > 1:
+        plan = compose.plan_run(line, slurm.lasting_name(argv), loading.rendezvous)
+        argv = plan.words
+        if not plan.multirun and (count := several.processes(plan.jobs[0].config)) > 1:
             return several.launch(count, argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
-        if (signum := signals.received()) is not None and sweep_start.begun() is not None:
+        if (signum := signals.received()) is not None and sweeps.begun() is not None:
             slurm.note_step()  # its jobs may have
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
-        if isinstance(error, Exception) and (folder := sweep_start.begun()) is not None:
-            slurm_sweep.wait(folder)  # the table is to have every job
+        if isinstance(error, Exception) and (folder := sweeps.begun()) is not None:
+            launchers.wait_for_jobs(folder)  # the table is to have every job
         raise
     finally:
         _end_sweep()
@@ -147,9 +152,9 @@ def _met() -> Meeting | None:
 
 def _end_sweep() -> None:
     """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
-    from gpt2_fp8.compose import slurm_sweep, sweep_start
+    from gpt2_fp8.compose import launchers, sweeps
 
-    folder = sweep_start.take()
+    folder = sweeps.take()
     if folder is None or not ranks.is_first_rank():
         return
     from gpt2_fp8.reports import sweep
@@ -157,7 +162,7 @@ def _end_sweep() -> None:
     try:
         for text in sweep.write(folder, sweep.read(folder)):
             print(harmless(text), flush=True)
-        if isinstance(sys.exc_info()[1], Interrupted) and (said := slurm_sweep.still_there(folder)):
+        if isinstance(sys.exc_info()[1], Interrupted) and (said := launchers.describe_left(folder)):
             last_say.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
         last_say.say(f"warning: the table of the sweep is not complete: {error}")
@@ -175,9 +180,9 @@ def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
         return slurm.ended(handlers.received)
     if isinstance(caught, RunError):
         return caught
-    from gpt2_fp8.compose import slurm_sweep
+    from gpt2_fp8.compose import launchers
 
-    return slurm_sweep.lost(caught) if isinstance(caught, Exception) else None
+    return launchers.as_run_error(caught) if isinstance(caught, Exception) else None
 
 
 def entry() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import output_folder, own_words, run_length
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config import disk, own_words, run_length
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import harmless, line
@@ -34,15 +34,17 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    if problems := list(_no_picture(picture)):
-        raise UserError(problems)
+    wrong = [] if picture.is_dir() else disk.check_folder(picture.absolute().parent, "--picture")
+    if picture.is_dir() or wrong:
+        why = wrong[0].problem.cause if wrong else "is a folder"
+        raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
     configs, typed = compose.preflight(words, compose.Purpose(drawn=True)), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
     from gpt2_fp8.train.length import resolve_length
 
     runs = []
     for before in configs:
-        config = resolve_length(run_length.fitted(before, typed), 0, typed, drawn=True).config
+        config = resolve_length(run_length.fit_schedule(before, typed), 0, typed, drawn=True).config
         print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
         runs.append(config)
     try:
@@ -51,15 +53,6 @@ def _show(argv: list[str]) -> None:
         print(line(f"picture: {picture}"))
     except ImportError:
         print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
-
-
-def _no_picture(picture: Path) -> Iterator[Problem]:
-    """Find why no file of that name can be written."""
-    if picture.is_dir():
-        yield Problem(f"--picture {picture} is a folder", f"name a file in it: --picture {picture / DEFAULT.name}")
-    for finding in output_folder.check(picture.absolute().parent, "--picture"):
-        why = finding.problem.cause.partition(": ")[2]
-        yield Problem(f"--picture {picture}: {why}", "choose a file in a folder that can be written: --picture FILE")
 
 
 def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]:
@@ -80,30 +73,24 @@ def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
     before = before or optim
-    yield from run_length.said(before, config)
-    for reason, remedy in warnings(config, fitted=before.warmup_steps != optim.warmup_steps):
-        yield f"warning: {reason}"
-        yield f"  fix: {remedy}"
+    yield from run_length.describe_schedule(before, config)
+    yield from (f"warning: {reason}" for reason in warnings(config, before.warmup_steps != optim.warmup_steps))
 
 
-def warnings(config: RunConfig, fitted: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield what can hardly be meant, with what to type instead; a run refuses what does not fit it.
+def warnings(config: RunConfig, fitted: bool = False) -> Iterator[str]:
+    """Yield what can hardly be meant; a run refuses what does not fit it.
 
     `fitted`: the warm-up is already another one than in the settings, and what became of it was said.
     """
     optim, steps = config.optim, config.trainer.max_steps or 0
-    misfits = [finding.problem for finding in run_length.misfits(config)]
-    yield from ((f"{cause}; a run refuses it", remedy) for cause, remedy in misfits)
-    if misfits or fitted:
-        pass
-    elif optim.warmup_steps > LONG_WARMUP * steps:
-        share = f"{100 * optim.warmup_steps / steps:.0f} % of the run"
-        yield f"the warm-up takes {share}, where 1 to 10 % is usual", f"optim.warmup_steps={max(1, steps // 20)}"
-    elif not optim.warmup_steps and steps > 1:
-        yield "there is no warm-up: the first update has the full rate", f"optim.warmup_steps={max(1, steps // 20)}"
+    misfits = [f"{finding.problem.cause}; a run refuses it" for finding in run_length.misfits(config)]
+    yield from misfits
+    if not misfits and not fitted and optim.warmup_steps > LONG_WARMUP * steps:
+        yield f"the warm-up takes {100 * optim.warmup_steps / steps:.0f} % of the run, where 1 to 10 % is usual"
+    elif not misfits and not fitted and not optim.warmup_steps and steps > 1:
+        yield "there is no warm-up: the first update has the full rate"
     if config.trainer.max_time is not None and optim.schedule != "constant":
-        reason = f"trainer.max_time={config.trainer.max_time} may end the run before the rate has come down"
-        yield reason, "give trainer.max_steps as many steps as fit into the time; the log says how long a run takes"
+        yield f"trainer.max_time={config.trainer.max_time} may end the run before the rate has come down"
 
 
 def _marks(config: RunConfig) -> dict[int, str]:
@@ -116,15 +103,13 @@ def _marks(config: RunConfig) -> dict[int, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.schedule",
+    parser = programs.parser(
+        "schedule",
+        "Shows the learning rate of each step of the run that the same words would start.",
+        "1 the picture could not be written; 4 the text could not be counted; ",
         usage="%(prog)s [--picture FILE] [words of a run]",
-        description="Shows the learning rate of each step of the run that the same words would start.",
-        epilog="Exit codes: 0 done; 1 the picture could not be written; 2 your input; 4 the text could not be counted; "
-        "130 stopped.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("--picture", type=Path, default=DEFAULT, metavar="FILE", help=f"a PNG; {DEFAULT} if left out")
     return parser
 

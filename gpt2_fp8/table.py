@@ -35,12 +35,8 @@ def _show(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.table",
-        description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
-        epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
-    )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
+    shown = "Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png."
+    parser = programs.parser("table", shown)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")
     return parser
 

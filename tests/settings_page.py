@@ -6,13 +6,13 @@ import inspect
 import io
 import json
 import tokenize
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config.keys import bare, hints_of, members_of
+from gpt2_fp8.config.keys import hints_of, kind_of
 from gpt2_fp8.config.schema import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
@@ -28,7 +28,7 @@ def table() -> str:
     for group, cls in groups_of():
         said = comments(cls)
         for key in fields(cls):
-            if is_dataclass(bare(members_of(hints_of(cls)[key.name])[0])) or (group and key.name in CHOSEN):
+            if kind_of(hints_of(cls)[key.name]).classes[:1] or (group and key.name in CHOSEN):
                 continue
             default = value(held, group, key.name)
             row = f"| `{key.name}` | {kinds(hints_of(cls)[key.name])} | {default} | {said.get(key.name, '')} |"
@@ -46,7 +46,7 @@ def groups_of() -> list[tuple[str, type]]:
     """Each group's name with each dataclass that its choices can have; the run's own keys first."""
     found: list[tuple[str, type]] = [("", RunConfig)]
     for key in fields(RunConfig):
-        found += [(key.name, cls) for m in members_of(hints_of(RunConfig)[key.name]) if is_dataclass(cls := bare(m))]
+        found += [(key.name, cls) for cls in kind_of(hints_of(RunConfig)[key.name]).classes]
     return found
 
 
@@ -73,7 +73,7 @@ def kinds(hint: Any) -> str:
     """What a key takes, in a user's words."""
     words = {int: "a whole number", float: "a number", bool: "true, false", str: "text", NoneType: "null"}
     parts = []
-    for member in map(bare, members_of(hint)):
+    for member, _ in kind_of(hint).members:
         if get_origin(member) is Literal:
             parts += [f"`{choice}`" for choice in get_args(member) if choice is not None]
         elif get_origin(member) in (list, dict):

@@ -95,8 +95,8 @@ ONLY_IN = {
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
-    "joblib": ["compose.parallel"],
-    "submitit": ["compose.slurm_sweep", "compose.slurm_ends"],
+    "joblib": ["compose.launchers"],
+    "submitit": ["compose.launchers"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons

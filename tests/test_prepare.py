@@ -262,7 +262,7 @@ def test_a_cache_is_needed_and_the_remedy_works(here, capsys):
         (["data.cache_dir=cache", "optim.lrr=3", "trainer.max_stepz=4"], "error: there is no key"),
         (["data.cache_dir=cache", "--steps", "0"], "--steps 0: not a whole number"),
         (["data.cache_dir=file/x"], "file"),
-        (["data=text_files", "data.train_files=[none.txt]", "data.cache_dir=cache"], "none.txt does not exist"),
+        (["data=text_files", "data.train_files=[none.txt]", "data.cache_dir=cache"], "none.txt is no file"),
         (["data=text_files", "data.train_files=[file.txt]", "data.cache_dir=c", *BYTES], "text is too short: 4 tokens"),
     ],
 )

@@ -8,10 +8,10 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import composition, conf_dir
+from gpt2_fp8.compose import composition
 from tests import once
-from tests.fast_ring import PLACES, alone, pytest_collection_modifyitems
-from tests.forkserver import ROOT, python
+from tests.fast_ring import alone
+from tests.forkserver import python
 
 # ---- a forked program is to its author what `python WORDS` is ------------------------------------------------------
 
@@ -59,20 +59,34 @@ def test_one_that_hangs_is_ended_and_says_where(tmp_path):
 # ---- what is composed once is what Hydra composes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choices", [[], ["model=gpt2", "~experiment", "trainer=ddp"]], ids=" ".join)
-def test_it_is_what_hydra_composes(choices):
-    with composition.open_catalog(conf_dir(), "config"):
-        once.compose("config", choices).seed = 7  # what is done to one is not done to the next
-        composed = once.compose("config", choices, return_hydra_config=True)
-        expected = hydra.compose("config", choices, return_hydra_config=True)
+WORDS = [
+    [],
+    ["model=gpt2", "~experiment", "trainer=ddp"],
+    ["seed=3", "model=gpt2", "++optim.lr=0.1", "++recipe.margin=3", "++precision.keep_bf16=[head]", "++tags.a=1"],
+    [
+        "data=mixture",
+        "+data@data.sources.web=fineweb",
+        "++data.sources.web.repo=x/y",
+        "run_name=a",
+        "++a.b={c: [1, d]}",
+    ],
+]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_it_is_what_hydra_composes(words):
+    with composition.open_catalog():
+        once.compose("config", words, return_hydra_config=True).seed = 7  # what is done to one is not done to the next
+        composed = once.compose("config", words, return_hydra_config=True)
+        expected = hydra.compose("config", words, return_hydra_config=True)
     assert OmegaConf.to_yaml(composed) == OmegaConf.to_yaml(expected)
 
 
 def test_a_users_files_are_composed_each_time(tmp_path):
     for seed in (5, 6):
         (tmp_path / "mine.yaml").write_text(f"seed: {seed}\n")
-        with composition.open_catalog(tmp_path, "mine"):
-            assert once.compose("mine", []).seed == seed
+        with composition.open_catalog("mine", tmp_path):
+            assert once.compose("mine", [], return_hydra_config=True).seed == seed
 
 
 # ---- the fast ring refuses what would make it slow ---------------------------------------------------------------
@@ -81,27 +95,3 @@ def test_a_users_files_are_composed_each_time(tmp_path):
 def test_a_fast_test_that_starts_something_fails():
     with alone(), pytest.raises(pytest.fail.Exception, match="mark it `whole`"):
         subprocess.run([sys.executable, "-c", ""])
-
-
-class Item:
-    """What the ring asks of a test."""
-
-    def __init__(self, place, *marks):
-        self.path, self.marks, self.added = ROOT / "tests" / place, marks, []
-
-    def get_closest_marker(self, name):
-        return name in self.marks
-
-    def add_marker(self, mark):
-        self.added.append(mark)
-
-
-@pytest.mark.parametrize(
-    ("item", "fast"),
-    [(Item("data/x.py"), True), (Item("data/x.py", "whole"), False), (Item("faults/x.py"), False)],
-    ids=["a module", "a whole run", "a fault"],
-)
-def test_which_tests_are_fast(item, fast):
-    pytest_collection_modifyitems([item])
-    assert ("fast" in item.added) is fast
-    assert all((ROOT / "tests" / place).exists() for place in PLACES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.config.attention_support import ON_A_GPU
+from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AttentionKernel
 

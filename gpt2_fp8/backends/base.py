@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.backends.twin import twin_of
-from gpt2_fp8.config import document_borders, run_length, tokenizer_file
+from gpt2_fp8.config import mixture, run_length, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import AttentionKernel, Recompute, RunConfig
+from gpt2_fp8.config.schema import (
+    AttentionKernel,
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    Recompute,
+    RunConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.layers import Family, sdpa
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
@@ -147,7 +154,7 @@ class Backend(ABC):
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""
         separator = self._separator()
-        begins = separator is not None and document_borders.begin_with_separator(self.config.data)
+        begins = separator is not None and mixture.begin_with_separator(self.config.data)
         return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins)
 
     def _separator(self) -> int | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpt2_fp8.backends.base import Device
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.layers import fp8_cast, te
 from gpt2_fp8.layers.emulated_product import EmulatedScales, Emulation, Product
 from gpt2_fp8.precision import recipes

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, emulated
 from gpt2_fp8.layers.emulated_product import Emulation
 from gpt2_fp8.model.gpt2 import GPT2

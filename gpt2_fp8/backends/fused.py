@@ -8,8 +8,7 @@ from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
-from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
-from gpt2_fp8.config.schema import AttentionKernel, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
 from gpt2_fp8.precision.recipes import delayed_scaling

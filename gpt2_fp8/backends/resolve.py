@@ -15,8 +15,7 @@ from gpt2_fp8.backends.torchao import Torchao
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.precision.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 

@@ -10,8 +10,7 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.precision_schema import AutoRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import AutoRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.layers import Family, torchao
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2

@@ -11,8 +11,14 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import AttentionKernel, RunConfig
+from gpt2_fp8.config.schema import (
+    AttentionKernel,
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    RunConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.layers import Family, te, te_split
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2

@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8.config.amounts import counted, duration
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import counted, duration
 from gpt2_fp8.engine.pace import Pace
 
 log = logging.getLogger(__name__)

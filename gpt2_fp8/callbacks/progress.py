@@ -19,7 +19,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from gpt2_fp8.config.amounts import duration
+from gpt2_fp8.config.shown import duration
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.runtime import process_end
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.manifest import CheckpointError
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.hf_check import CONFIG, INDEX, WEIGHTS
+from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
@@ -105,6 +105,6 @@ def _files(path: Path) -> list[str]:
 
 def _read_index(path: Path) -> set[str]:
     try:
-        return set(json_file.read(path / INDEX)["weight_map"].values())
+        return set(disk.read_json(path / INDEX)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unfit(path, [f"{INDEX} cannot be read ({error})"]) from None

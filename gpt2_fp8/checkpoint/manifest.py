@@ -20,7 +20,7 @@ from typing import Any
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint.pointers import step_aside, step_of
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def is_checkpoint(path: Path | str) -> bool:
 def read_json(path: Path, name: str) -> Any:
     """Return the value in the JSON file `name` of the checkpoint `path`. Raises CheckpointError."""
     try:
-        return json_file.read(path / name)
+        return disk.read_json(path / name)
     except FileNotFoundError:
         raise unreadable(path, f"it has no {name}") from None
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
 
@@ -59,7 +59,7 @@ def follow(folder: Path, kind: Kind) -> Pointer:
         FileNotFoundError: there is none.
         OSError, ValueError: its file is damaged.
     """
-    value = json_file.read(folder / f"{kind}.json")
+    value = disk.read_json(folder / f"{kind}.json")
     try:
         pointer = Pointer(value["checkpoint"], value["step"], _loss(value["val_loss"]))
         fits = step_of(pointer.checkpoint) == pointer.step
@@ -98,7 +98,7 @@ def note(folder: Path, pointer: Pointer) -> None:
 def noted(path: Path) -> Pointer | None:
     """Return what `note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
     try:
-        value = json_file.read(path / VALIDATION)
+        value = disk.read_json(path / VALIDATION)
         return Pointer(path.name, value["step"], _loss(value["val_loss"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,37 +1,99 @@
 """From a command line to checked configurations, by Hydra, before anything heavy is imported.
 
-`preflight` composes what Hydra will compose and collects all mistakes. Hydra then composes again and runs the job.
+`plan` composes what Hydra will compose and collects all mistakes. Hydra then composes again and runs the job.
 `to_run_config` turns that into the same dataclasses.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+import re
+import time
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.compose import commandline, composition, jobs, processes
-from gpt2_fp8.compose.commandline import CommandLine, for_hydra, is_help, quoted
-from gpt2_fp8.compose.composition import Catalog, open_catalog
+from gpt2_fp8.compose import jobs
+from gpt2_fp8.compose.commandline import CommandLine, quoted, read
+from gpt2_fp8.compose.composition import conf_dir, open_catalog
 from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
-from gpt2_fp8.config import parsing, paths, rank_share, run_length
+from gpt2_fp8.config import own_words, parsing, paths, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime import programs, ranks, registry
 
-__all__ = ["Planned", "Purpose", "conf_dir", "configs_of", "hydras_line", "is_help", "look_only", "of_job", "planned",
-           "preflight", "quoted", "to_run_config"]  # fmt: skip
+__all__ = ["Plan", "Planned", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
+           "plan_run", "preflight", "quoted", "read", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
+# What only `python -m gpt2_fp8.run` reads: a Trainer of one's own has arguments for it.
+_READ_BY_RUN = re.compile(
+    r"(run_name|hydra|ckpt_path|callbacks|logger|trainer\.(strategy|val_check_interval|log_every_n_steps|deterministic"
+    r"|fast_dev_run|profiler|max_time))\b"
+)
 
 
-def conf_dir() -> Path:
-    """Return the folder of this program's YAML files: in an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
+class Plan(NamedTuple):
+    """A command line that was checked: its jobs, whether they are a sweep's, and its words as Hydra takes them."""
+
+    jobs: list[Planned]
+    multirun: bool
+    words: list[str]
+
+
+def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
+    """Check every job of a command line. Raises UserError with every problem, each once."""
+    problems = list(line.problems)
+    with open_catalog(line.config_name) as catalog:
+        request = jobs.Request(line, catalog, problems)
+        planned = request.plan(problems, purpose)
+        words = [*line.flags, *(catalog.as_hydra_takes(override) for override in line.overrides)]
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    return Plan(planned, request.multirun, words)
+
+
+def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], Any]) -> Plan:
+    """Check the command line of one process of a run. Raises UserError with everything that is wrong with it.
+
+    `lasting`: the name for a run whose batch job SLURM may start again. `rendezvous` imports torch and returns
+    `runtime.rendezvous`. It is called for processes that a launcher has started, when their command line is checked,
+    but for the folder: an earlier generation of processes may have made it.
+    """
+    place, purpose = ranks.current(), Purpose(begins=True, name=lasting)
+    if place.launcher is None:
+        return _name(plan(line, purpose), line, lasting)
+    found = plan(line, purpose._replace(restarted=True))
+    if not place.rank:
+        _say(f"{programs.VERSION}: loading torch, to meet the other ranks")
+    met = rendezvous().join(place)
+    if not met.again and not ranks.turns_before():
+        found = plan(line, purpose._replace(restarted=False))
+    found = _name(found, line, lasting)
+    if len(found.jobs) == 1:
+        folder = met.folder(found.jobs[0].folder)
+        if place.rank or not own_words.keys(found.words) & {"run_name", "hydra.run.dir"}:
+            found.words.append(f"hydra.run.dir={quoted(folder)}")
+        if place.rank:  # rank 0 writes the log and the settings
+            found.words.extend([f"hydra.job.name=rank_{place.rank}", "hydra.output_subdir=null"])
+    return found
+
+
+def _name(found: Plan, line: CommandLine, lasting: str | None) -> Plan:
+    """Add the lasting name to the words, if the jobs took it."""
+    given = any(override.key_or_group == "run_name" for override in line.overrides)
+    if lasting is not None and not given and any(config.run_name == lasting for config, _ in found.jobs):
+        if ranks.is_first_rank():
+            _say(f"SLURM may start this job again: run_name={lasting}, which lasts as long as it")
+        found.words.append(f"run_name={lasting}")
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def preflight(argv: list[str], purpose: Purpose = TO_RUN) -> list[RunConfig]:
@@ -39,61 +101,37 @@ def preflight(argv: list[str], purpose: Purpose = TO_RUN) -> list[RunConfig]:
 
     There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
     """
-    return [job.config for job in planned(argv, purpose)]
+    return [job.config for job in plan(read(argv), purpose).jobs]
 
 
-def planned(argv: list[str], purpose: Purpose = TO_RUN) -> list[Planned]:
-    """Return the same, each with the folder that it will write into. Raises UserError."""
-    line, problems = commandline.read(argv)
-    with open_catalog(conf_dir(), line.config_name) as catalog:
-        found = jobs.planned(line, catalog, problems, purpose)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
-    return found
+def help_text(line: CommandLine) -> str:
+    """Return the text of `--help`, with the groups of the user's own folder."""
+    template = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["help"]["template"]
+    with open_catalog() as catalog:
+        catalog.add_folders([line.config_dir] if line.config_dir else [])
+        groups = [f"{group}: {', '.join(catalog.get_group_options(group))}\n" for group in sorted(catalog.groups)]
+    return str(template).replace("$APP_CONFIG_GROUPS", "".join(groups))
 
 
-def look_only(argv: list[str]) -> list[str]:
-    """Check a command line for which `is_help` holds, and return it as Hydra takes it. Raises UserError."""
-    line, problems = commandline.read(argv)
-    shown, found = commandline.shown(argv)
-    problems += found
-    completes = {"-sc", "--shell-completion"} & set(argv)  # whose words are Hydra's
-    if completes or not (line.words or shown or problems or line.config_dir):
-        return argv
-    with open_catalog(conf_dir(), line.config_name) as catalog:
-        if shown:
-            jobs.planned(line, catalog, problems, Purpose(shown=True))
-        request = jobs.Request(line, catalog, [] if shown else problems)
-        words = [catalog.as_hydra_takes(word) for word in request.words]
-    if problems:
-        raise UserError(dict.fromkeys(problems))
-    return for_hydra(argv, words)
-
-
-def hydras_line(argv: list[str]) -> list[str]:
-    """Return a checked command line as Hydra takes it: its flags first, and values that it would refuse forced."""
-    line, _ = commandline.read(argv)
-    with open_catalog(conf_dir(), line.config_name) as catalog:
-        overrides, _ = commandline.overrides_of(line.words)
-        composition.search(line, overrides, catalog)
-        return for_hydra(argv, [catalog.as_hydra_takes(word) for word in overrides])
+def look_only(line: CommandLine) -> list[str]:
+    """Check a command line that asks Hydra to show something, and return it as Hydra takes it. Raises UserError."""
+    if line.shows == "cfg":
+        return plan(line, Purpose(shown=True)).words
+    if line.problems and line.shows != "shell_completion":
+        raise UserError(line.problems)
+    return [*line.flags, *(str(override.input_line) for override in line.overrides)]
 
 
 def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
     """Return the command line of a sweep's job alone: the sweep's flags, the job's words, and its folder."""
-    shared = [flag for flag in for_hydra(argv, []) if flag != "--multirun"]
+    shared = [flag for flag in read(argv).flags if flag != "--multirun"]
     return [*shared, *words, f"hydra.run.dir={quoted(folder)}"]
-
-
-def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
-    """Return the configurations that a command line asks for, and add what is wrong with it to `problems`."""
-    return [job.config for job in jobs.planned(line, catalog, problems)]
 
 
 def to_run_config(
     cfg: DictConfig, folder: Path | None = None, typed: Container[str] = (), own: Path | None = None
 ) -> RunConfig:
-    """Build the configuration of a job that Hydra composed, which `preflight` has checked.
+    """Build the configuration of a job that Hydra composed, which `plan` has checked.
 
     Its relative paths begin in `folder`, or in the current folder if that is None. A warm-up and a micro-batch that are
     not among the keys `typed` are fitted to the run, and the log says so. `own` is the run's folder if a launcher has
@@ -103,9 +141,60 @@ def to_run_config(
     if config is None:
         raise UserError(dict.fromkeys(finding.problem for finding in found))
     config = config if folder is None else paths.absolute(config, folder)
-    before, config = config, run_length.fitted(config, typed)
-    config = processes.fitted(config, ranks.current(), typed)
+    before, config = config, run_length.fit_schedule(config, typed)
+    config = jobs.fit_processes(config, ranks.current(), typed)
     if ranks.is_first_rank():
-        for line in (*run_length.said(before.optim, config), *rank_share.said(before, config)):
-            log.info(line)
-    return config if own is None else processes.continued(config, own)
+        fitted = run_length.describe_schedule(before.optim, config), run_length.describe_micro_batch(before, config)
+        for text in (line for lines in fitted for line in lines):
+            log.info(text)
+    return config if own is None else jobs.continue_from(config, own)
+
+
+def load_config(*words: str) -> RunConfig:
+    """Compose the configuration of a script or a notebook that brings its own Lightning Trainer.
+
+    Args:
+        words: what `python -m gpt2_fp8.run` would be given on its command line: choices and values, such as
+            `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
+
+    Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
+    only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
+    """
+    line = read(list(words))
+    unread = [override for override in line.overrides if _READ_BY_RUN.match(override.key_or_group)]
+    problems = [_not_read(str(override.input_line)) for override in unread]
+    if line.multirun:
+        problems.append(Problem("-m: load_config gives one configuration", "call it once for each"))
+    elif line.shows:
+        problems.append(Problem("load_config takes no flag that shows something"))
+    configs: list[RunConfig] = []
+    try:
+        configs = [] if line.multirun else [job.config for job in plan(line).jobs]
+    except UserError as error:
+        problems += error.problems
+    if configs:
+        problems += (problem for problem in _decided_by_run(configs[0]) if problem not in problems)
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    registry.load(configs[0].plugins, Path.cwd())
+    return configs[0]
+
+
+def _not_read(word: str) -> Problem:
+    return Problem(f"{word}: only python -m gpt2_fp8.run reads it", "leave it out, and give it to your Trainer")
+
+
+def _decided_by_run(config: RunConfig) -> Iterator[Problem]:
+    """Report an `auto` that only the program decides, and keys that only the program reads.
+
+    A choice of several keys (`debug=fdr`) may have set them.
+    """
+    if config.micro_batch_size == "auto":
+        yield Problem("micro_batch_size=auto: only python -m gpt2_fp8.run looks for the largest that fits")
+    if config.trainer.max_epochs is not None:
+        yield Problem(
+            f"trainer.max_epochs={config.trainer.max_epochs}: only python -m gpt2_fp8.run counts a text's tokens"
+        )
+    for key in ("fast_dev_run", "profiler", "max_time"):
+        if value := getattr(config.trainer, key):
+            yield _not_read(f"trainer.{key}={str(value).lower()}")

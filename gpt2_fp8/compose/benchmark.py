@@ -1,25 +1,43 @@
-"""The benchmark's command line: its own settings, and which of a run's keys it takes."""
+"""The benchmark's command line: its own settings, and its cases.
+
+Each case is the command line of a run, composed and checked as one, so a key means the same in both programs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+import itertools
+import shlex
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
-from gpt2_fp8.compose import benchmark_cases, conf_dir
-from gpt2_fp8.compose.benchmark_cases import LISTS
-from gpt2_fp8.compose.commandline import Program, overrides_of, read
-from gpt2_fp8.compose.composition import BENCH, Catalog, open_catalog
-from gpt2_fp8.config import bench_schema, hints, parsing
-from gpt2_fp8.config.bench_schema import BenchConfig, BenchRunConfig
-from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.compose.commandline import Program, parse, read
+from gpt2_fp8.compose.composition import BENCH, Catalog, conf_dir, open_catalog
+from gpt2_fp8.compose.jobs import Request
+from gpt2_fp8.config import disk, hints, parsing
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.programs import BenchConfig, BenchRunConfig
+from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.tokenizer_file import NAMES
 
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
-_OWN = tuple(field.name for field in fields(BenchConfig))
+TOKENS_PER_STEP = 131_072  # about; of a step on a GPU
+FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
+LISTS = ("model", "precision", "recipe", "micro_batch_size")
 _NOT_WITH_ROWS = ("precision", "recipe", "baseline")
+_OWN = tuple(field.name for field in fields(BenchConfig))
+_HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
+# A run's keys that change nothing of what is measured.
+_MEANINGLESS = (
+    *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
+    *("data.val_sequences", "precision.evaluation", "precision.bf16_last_steps"),
+)
+_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
+_LONGEST_NAME = 60  # characters
 
 
 def defaults(gpu: bool) -> dict[str, Any]:
@@ -33,108 +51,214 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     `argv` is without the program's name. On a GPU, each model and micro-batch has a case in bf16 under torch.compile,
     unless `bench.baseline=false`. Raises UserError with every problem, each once.
     """
-    line, problems = read(argv, PROGRAM)
-    with open_catalog(conf_dir(), "config") as catalog:
+    line = read(argv, PROGRAM)
+    problems, own, given = list(line.problems), [], []
+    for override in line.overrides:
+        if override.key_or_group.partition(".")[0] == BENCH:
+            own.append(override)
+        elif problem := _refusal(override):
+            problems.append(problem)
+        else:
+            given.append(override)
+    gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
+    with open_catalog() as catalog:
         problems += catalog.add_folders([line.config_dir] if line.config_dir else [])
-        words, found = overrides_of(line.words)
-        problems += found
-        own = [o for o in words if o.key_or_group.partition(".")[0] == BENCH]
-        refused = {o.input_line: problem for o in words if o not in own and (problem := _refusal(o))}
-        problems += refused.values()
-        given = [o for o in words if o not in own and o.input_line not in refused]
-        gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
         bench = _settings(own, catalog, gpu, problems)
-        if bench.rows is not None:
-            problems += [problem for o in own if (problem := _not_with_rows(o))]
-        configs = benchmark_cases.configs(bench, given, catalog, gpu, problems)
+        cases = _Cases(bench, given, catalog, gpu, problems)
+        configs = cases.of_rows(bench.rows) if bench.rows is not None else cases.of_combinations()
     if problems:
         raise UserError(dict.fromkeys(problems))
     return bench, configs
 
 
-def _refusal(override: Override) -> Problem | None:
-    """Return why a word that would be right for a run is wrong for a benchmark, or None."""
+def _refusal(override: Override, in_row: bool = False) -> Problem | None:
+    """Return why a word that would be right for a run is wrong for a benchmark, or `in_row`, in a row; else None."""
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
-    if override.is_hydra_override():
-        return Problem(f"{line}: the benchmark keeps a folder and a log of its own", f"leave {key} out")
-    if key in LISTS:
+    if override.is_hydra_override() or key.startswith("bench."):
+        return Problem(f"{line} is no word of one run: the benchmark keeps a folder and a log of its own")
+    if key in LISTS and not in_row:
         return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value.strip('[]')}]'")
-    if key in benchmark_cases.HERE:
-        return benchmark_cases.refusal(override)
-    if key in _OWN:
+    if key in _HERE:
+        return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
+    if key in _OWN and not in_row:
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
-    if problem := benchmark_cases.refusal(override):
-        return problem
+    of_trainer = key.startswith("trainer.") and key in key_paths(RunConfig) and key not in _OF_TRAINER
+    if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
+        return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
     if override.is_sweep_override():
-        lists = hints.either([f"bench.{name}" for name in LISTS])
-        return Problem(f"{line} is several values", f"give one; what the benchmark goes through is {lists}")
+        return Problem(f"{line} is several values", "write a row for each" if in_row else "give one")
     return None
 
 
-def _not_with_rows(override: Override) -> Problem | None:
-    name, line = override.key_or_group.removeprefix("bench."), str(override.input_line)
-    if name not in _NOT_WITH_ROWS:
-        return None
-    remedy = "write it into the rows" if name in LISTS else f"leave {override.key_or_group} out"
-    return Problem(f"{line}, and bench.rows has rows with words of their own", remedy)
-
-
-def _options(catalog: Catalog, group: str) -> list[str]:
-    """List the choices of a group that can be measured. `auto` is none: it is the backend's own."""
-    return [name for name in catalog.get_group_options(group) if name != "auto"]
-
-
-def _one_by_one(word: str) -> Problem:
-    return Problem(f"{word}: its keys are set one by one", f"bench.KEY=VALUE; {PROGRAM.command} --help lists them")
-
-
 def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]) -> BenchConfig:
-    """Build the `bench` keys. Problems are added to `problems`, and a wrong key has its default."""
-    data = defaults(gpu)
-    values = {**data, **_values(own, problems)}
-    _, found = parsing.build(BenchConfig, values, BENCH)
-    bench = _leave_out(found, values, data, problems)
-    bench = _leave_out(list(bench_schema.check(bench)), values, data, problems)
-    return _leave_out(_choices(bench, catalog), values, data, problems)
-
-
-def _leave_out(
-    findings: list[Finding], values: dict[str, Any], data: dict[str, Any], problems: list[Problem]
-) -> BenchConfig:
-    """Add the findings to `problems`, and set the keys that they are about to their defaults, `data`."""
-    problems += [finding.problem for finding in findings]
-    for key in {key.partition(".")[2] for finding in findings for key in finding.keys}:
+    """Build the `bench` keys. Problems are added to `problems`, and a key of the wrong type has its default."""
+    default, values = defaults(gpu), {}
+    for override in own:
+        line, key = str(override.input_line), override.key_or_group.removeprefix("bench.")
+        if override.is_delete() or key == BENCH or override.is_sweep_override():
+            problems.append(Problem(f"{line}: its keys are set one by one, and a list stands in brackets"))
+        else:
+            one = override.value()
+            values[key] = [one] if key in LISTS and one is not None and not isinstance(one, (list, dict)) else one
+    _, found = parsing.build(BenchConfig, default | values, BENCH)
+    problems += [finding.problem for finding in found]
+    for key in {key.partition(".")[2] for finding in found for key in finding.keys}:
         values.pop(key, None)
-        values |= {key: data[key]} if key in data else {}
-    bench, _ = parsing.build(BenchConfig, values, BENCH)
+    bench, _ = parsing.build(BenchConfig, default | values, BENCH)
     assert bench is not None, "the file's own values are right"
+    for group in LISTS[:3]:
+        options = [name for name in catalog.get_group_options(group) if name != "auto"]  # that is the backend's own
+        if unknown := [name for name in getattr(bench, group) if name not in options]:
+            problems += [Problem(*hints.unknown_choice(f"bench.{group}", name, options)) for name in unknown]
+            bench = replace(bench, **{group: default[group]})
+    return _checked(bench, values, problems)
+
+
+def _checked(bench: BenchConfig, given: dict[str, Any], problems: list[Problem]) -> BenchConfig:
+    """Add what is wrong with settings whose types and ranges are right; returns them without what is."""
+    if bench.rows is not None:
+        twice = [name for name in given if name in _NOT_WITH_ROWS]
+        problems += [Problem(f"bench.{name}: the rows of bench.rows have words of their own") for name in twice]
+        problems += [
+            Problem(f"bench.{name}={show(getattr(bench, name))}: the rows of bench.rows are compared on one")
+            for name in ("model", "micro_batch_size")
+            if len(set(getattr(bench, name))) > 1
+        ]
+    problems += [Problem(f"bench.{name}=[]: nothing to measure") for name in LISTS if not getattr(bench, name)]
+    whole = bench.global_batch_size
+    if over := [size for size in bench.micro_batch_size if whole is not None and whole % size]:
+        cause = f"bench.global_batch_size={whole}: a step does not divide into forward passes of {over[0]}"
+        problems.append(Problem(cause))
+        return replace(bench, global_batch_size=None)
     return bench
 
 
-def _values(own: list[Override], problems: list[Problem]) -> dict[str, Any]:
-    """Return the values that the words set. A single value becomes a list of one."""
-    values: dict[str, Any] = {}
-    for override in own:
-        line, key = str(override.input_line), override.key_or_group.removeprefix("bench.")
-        if override.is_delete() or key == BENCH:
-            problems.append(_one_by_one(line))
-        elif override.is_sweep_override():
-            value = line.partition("=")[2]
-            problems.append(Problem(f"{line}: a list stands in brackets", f"'{override.key_or_group}=[{value}]'"))
-        else:
-            one = override.value()
-            values[key] = one if key not in LISTS or one is None or isinstance(one, (list, dict)) else [one]
-    return values
+class BenchRow(NamedTuple):
+    """A row: its name, and the words of its run."""
+
+    name: str
+    words: tuple[str, ...]
 
 
-def _choices(bench: BenchConfig, catalog: Catalog) -> list[Finding]:
-    """Find names in the lists that are no choice of their group."""
-    found = []
-    for group in ("model", "precision", "recipe"):
-        options = _options(catalog, group)
-        for name in getattr(bench, group):
-            if name not in options:
-                problem = Problem(*hints.unknown_choice(f"bench.{group}", name, options))
-                found.append(Finding((f"bench.{group}",), problem))
-    return found
+def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> list[BenchRow]:
+    """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
+    rows: list[BenchRow] = []
+    before = len(problems)
+    for number, line in enumerate(disk.read_text(key, file, problems).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, rest = (part.strip() for part in line.partition(":"))
+        reason = None
+        if not colon or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            reason = "it has no name before a colon" if not colon or not name else "its name is too long, or no text"
+        elif name in [row.name for row in rows]:
+            reason = f"a row above has the name {show(name)}"
+        try:
+            rows += [] if reason else [BenchRow(name, tuple(shlex.split(rest, comments=True)))]
+        except ValueError as error:
+            reason = f"its words cannot be read: {error}"
+        if reason:
+            problems.append(Problem(f"{key}={show(file)}, line {number}: {reason}", FORM))
+    if not rows and len(problems) == before:
+        problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
+    return rows
+
+
+class _Case(NamedTuple):
+    model: str
+    micro_batch_size: int
+    precision: str
+    recipe: str | None  # None: not FP8
+
+    def has(self, override: Override) -> bool:
+        """Return whether a word changes anything in this case: some belong to one precision or recipe."""
+        key = override.key_or_group
+        tags, group = key_paths(RunConfig).get(key, ()), key.partition(".")[0]
+        only_fp8 = group == "recipe" or (key, override.value()) == ("attention", "te")
+        if (only_fp8 and self.recipe is None) or (key == "compile_mode" and self.recipe is not None):
+            return False
+        if key == "cuda_graphs" and self.recipe != "delayed":  # only the fused layers have it
+            return False
+        return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
+
+    @property
+    def words(self) -> list[str]:
+        recipe = [f"recipe={self.recipe}"] if self.recipe else []
+        return [f"model={self.model}", f"precision={self.precision}", *recipe]
+
+
+@dataclass
+class _Cases:
+    """Composes the cases. What is wrong with any is added to `problems`."""
+
+    bench: BenchConfig
+    given: list[Override]
+    catalog: Catalog
+    gpu: bool
+    problems: list[Problem]
+
+    def of_combinations(self) -> list[RunConfig]:
+        """Return the configurations of all combinations."""
+        bench, done, used = self.bench, [], set()
+        for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
+            cases = [
+                _Case(model, size, precision, recipe)
+                for precision in dict.fromkeys(bench.precision)
+                for recipe in (dict.fromkeys(bench.recipe) if precision.startswith("fp8") else [None])
+            ]
+            used |= {o.key_or_group for o in self.given for case in cases if case.has(o)}
+            group = [config for case in cases for config in self._of_case(case)]
+            if self.gpu and bench.baseline and not any(c.precision.name == "bf16" and c.compile for c in group):
+                group = [*self._of_case(_Case(model, size, "bf16", None), "compile=true"), *group]
+            done += group
+        unused = [o.input_line for o in self.given if o.key_or_group not in used]
+        self.problems += [Problem(f"{line}: no case of this benchmark has this key") for line in unused]
+        return done
+
+    def _of_case(self, case: _Case, *last: str) -> list[RunConfig]:
+        given = [str(o.input_line) for o in self.given if case.has(o)]
+        return self._compose([*case.words, *given], case.micro_batch_size, last, self.problems)
+
+    def of_rows(self, file: str) -> list[RunConfig]:
+        """Return the configuration of each row of a file. The row's name is in its `notes`."""
+        done: list[RunConfig] = []
+        first = [f"model={self.bench.model[0]}" if self.bench.model else "", *(str(o.input_line) for o in self.given)]
+        for row in read_rows(file, self.problems):
+            overrides, found = parse(row.words)
+            found += [problem for o in overrides if (problem := _refusal(o, in_row=True))]
+            sizes = [o.value() for o in overrides if o.key_or_group == "micro_batch_size"]
+            size = sizes[-1] if sizes and isinstance(sizes[-1], int) else self.bench.micro_batch_size[0]
+            if not found:
+                done += [replace(c, notes=row.name) for c in self._compose(first, size, row.words, found)]
+            self.problems += [Problem(f"bench.rows, {show(row.name)}: {one.cause}", one.remedy) for one in found]
+        return done
+
+    def _compose(
+        self, first: list[str], micro_batch_size: int, last: tuple[str, ...], problems: list[Problem]
+    ) -> list[RunConfig]:
+        """Return the configuration of a run with the benchmark's own sizes, or an empty list if it has problems."""
+        sizes = [f"{key}={micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
+        line = read([*first, *sizes, *last])
+        problems += line.problems
+        done = []
+        for config, _ in Request(line, self.catalog, problems).plan(problems):
+            if config.trainer.devices != 1 or config.trainer.num_nodes != 1:
+                problems.append(Problem("the benchmark measures one device, and this is a run on several"))
+            if not limits(config):
+                cause = "the benchmark counts no epochs"
+                problems.append(Problem(cause, "trainer.max_steps=NUMBER in the file that has null"))
+            model = config.model
+            if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
+                model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
+            whole = sequences_per_step(self.bench, micro_batch_size, model.n_positions, self.gpu)
+            done.append(replace(config, model=model, global_batch_size=whole))
+        return done
+
+
+def sequences_per_step(bench: BenchConfig, micro_batch_size: int, n_positions: int, gpu: bool) -> int:
+    """Return a step's sequences: `bench.global_batch_size`, or the number that its null stands for."""
+    if bench.global_batch_size is not None:
+        return bench.global_batch_size
+    micro_batches = round(TOKENS_PER_STEP / (micro_batch_size * n_positions)) if gpu else 1
+    return micro_batch_size * max(1, micro_batches)

@@ -1,25 +1,27 @@
-"""The flags of a command line, as Hydra parses them, and its overrides (`key=value`, `group=choice`)."""
+"""A command line: its flags, as Hydra parses them, and its overrides (`key=value`, `group=choice`).
+
+`generate`, `evaluate` and `bench` read theirs here too; the keys of their own are a dataclass each.
+"""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.config import hints, typed
+from gpt2_fp8.config import hints, parsing, shown
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import is_text
+from gpt2_fp8.config.keys import is_text, meanings, show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import shortened
-from gpt2_fp8.runtime import programs
+
+T = TypeVar("T")
 
 
 class Program(NamedTuple):
@@ -34,92 +36,66 @@ MAY_BE_NULL = ("experiment", "debug")
 SEVERAL = ("logger", *MAY_BE_NULL)  # groups of which a run may have several choices, as a list
 _WITH_NONE = ("callbacks", "logger")  # the groups with a choice `none`
 _HYDRAS_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-_SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes only one of them
+_ONE_OF = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which Hydra takes only one
+_SHOW = ("help", "hydra_help", "cfg", "info", "shell_completion")  # flags that only ask to see something
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
 @dataclass
 class CommandLine:
-    """The flags that matter before a run, and the words that should be overrides."""
+    """A command line that was read.
 
-    words: list[str] = field(default_factory=list)
+    Attributes:
+        overrides: its words that can be read.
+        problems: what is wrong with the others, and with the flags.
+        flags: as Hydra takes them, in front of the overrides.
+        shows: the flag that only asks to see something, by argparse's name.
+    """
+
+    overrides: list[Override] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    shows: str | None = None
     multirun: bool = False
     config_name: str = "config"
     config_dir: str | None = None
 
 
-def is_help(argv: list[str]) -> bool:
-    """Return whether a command line only asks Hydra to show something."""
-    if programs.asks_version(argv):
-        return True
-    try:
-        return _shows(_flags(argv)[0])
-    except UserError:
-        return False
+def read(argv: list[str], program: Program = RUN) -> CommandLine:
+    """Read a command line (without the program's name)."""
+    parser = hydra_private.flag_parser()  # with exactly the flags that Hydra accepts
 
+    def refuse(message: str) -> NoReturn:
+        raise UserError.of(f"the flags cannot be read: {message}", f"{program.command} --help")
 
-def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
-    """Return the flags and the words of a command line, and what is wrong with the flags."""
+    parser.error = refuse  # type: ignore[method-assign]
     try:
-        args, left = _flags(argv, program)
+        args, left = parser.parse_known_args(argv)
     except UserError as error:
-        return CommandLine(), error.problems
-    words = _spelled([*args.overrides, *(word for word in left if not word.startswith("-"))], program.schema)
-    problems = [_no_flag(word, program) for word in left if word.startswith("-")]
-    given = hydra_private.given_flags(hydra_private.flag_parser(), args)
-    problems += [
-        Problem(f"{flag} is a flag of {RUN.command} alone")
-        for name, flag in given.items()
-        if program.flags is not None and name not in program.flags
-    ]
+        return CommandLine(problems=error.problems)
+    words = [*args.overrides, *(word for word in left if not word.startswith("-"))]
+    overrides, problems = parse(_spelled(words, program.schema))
+    given = hydra_private.given_flags(parser, args)
+    problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *problems]
+    if program.flags is not None:
+        alone = [flag for name, flag in given.items() if name not in program.flags]
+        problems += [Problem(f"{flag} is a flag of {RUN.command} alone") for flag in alone]
     if args.config_path is not None:
         problems.append(Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours"))
     if args.experimental_rerun is not None:
         problems.append(Problem("--experimental-rerun would unpickle a file"))
-    name = (args.config_name or "config").removesuffix(".yaml")
-    return CommandLine(words, args.multirun, name, args.config_dir), problems
-
-
-def for_hydra(argv: list[str], words: list[str]) -> list[str]:
-    """Return a command line with its flags first, as Hydra takes them, and then `words` as its overrides."""
-    args, _ = _flags(argv)
-    given = hydra_private.given_flags(hydra_private.flag_parser(), args)
-    flags: list[str] = []
+    if len(one := [flag for name, flag in given.items() if name in _ONE_OF]) > 1:
+        problems.append(Problem(f"{' and '.join(one)} cannot be given together"))
+    flags = []
     for name, flag in given.items():
-        value = getattr(args, name)
-        option = flag.partition("/")[0]
-        flags += [] if name == "overrides" else [option] if value is True else [f"{option}={value}"]
-    return [*flags, *words]
+        option, value = flag.partition("/")[0], getattr(args, name)
+        flags.append(option if value is True else f"{option}={value}")
+    shows = next((name for name in _SHOW if name in given), None)
+    name = (args.config_name or "config").removesuffix(".yaml")
+    return CommandLine(overrides, problems, flags, shows, args.multirun, name, args.config_dir)
 
 
-def unforced(words: Iterable[str]) -> list[str]:
-    """Return words of Hydra's line as they were typed: it forces some values (`++key=value`)."""
-    return [word.removeprefix("++") for word in words]
-
-
-def shown(argv: list[str]) -> tuple[str | None, list[Problem]]:
-    """Return what a command line asks Hydra to show (`job`, of `--cfg job`), and flags that contradict each other."""
-    args, _ = _flags(argv)
-    given = [flag for flag in _SHOW if getattr(args, flag.lstrip("-").replace("-", "_"))]
-    return args.cfg, [Problem(f"{' and '.join(given)} cannot be given together")] if len(given) > 1 else []
-
-
-def quoted(text: str) -> str:
-    """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
-
-
-@lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
-def parsed(word: str) -> Override:
-    """Parse one override.
-
-    Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError.
-    """
-    return OverridesParser.create().parse_override(word)
-
-
-def overrides_of(words: list[str]) -> tuple[list[Override], list[Problem]]:
+def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
     """Return the words that are overrides, and what is wrong with the others. Hydra would stop at the first."""
     overrides, problems = [], []
     for word in words:
@@ -134,27 +110,29 @@ def overrides_of(words: list[str]) -> tuple[list[Override], list[Problem]]:
         except (HydraException, ValueError, OverflowError, RecursionError) as error:  # a number of 5000 digits, [[[[...
             reason = " ".join(str(error).split()).partition(" expecting {")[0]
             remedy = "quote the value for Hydra and the whole for the shell: 'key=\"value\"'" if "=" in word else ""
-            problems.append(Problem(f"{shortened(word, 200)} cannot be read: {shortened(reason, 300)}", remedy))
+            told = f"{shown.shortened(word, 200)} cannot be read: {shown.shortened(reason, 300)}"
+            problems.append(Problem(told, remedy))
     return overrides, problems
 
 
-def _flags(argv: list[str], program: Program = RUN) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the flags of a command line; returns what is left too. Raises UserError if that fails."""
-    parser = hydra_private.flag_parser()  # with exactly the flags that Hydra accepts
+@lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
+def parsed(word: str) -> Override:
+    """Parse one override.
 
-    def refuse(message: str) -> NoReturn:
-        raise UserError.of(f"the flags cannot be read: {message}", f"{program.command} --help")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    args, left = parser.parse_known_args(argv)
-    if args.config_path and args.config_name and not args.config_dir:  # a NAME.yaml that builds on `config`
-        args.config_dir, args.config_path = args.config_path, None
-    return args, left
+    Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError.
+    """
+    return OverridesParser.create().parse_override(word)
 
 
-def _shows(args: argparse.Namespace) -> bool:
-    """Return whether Hydra is only to show something."""
-    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+def unforced(words: Iterable[str]) -> list[str]:
+    """Return words of Hydra's line as they were typed: it forces some values (`++key=value`)."""
+    return [word.removeprefix("++") for word in words]
+
+
+def quoted(text: str) -> str:
+    """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+    return f"'{escaped}'"
 
 
 def _spelled(words: list[str], schema: type) -> list[str]:
@@ -166,7 +144,7 @@ def _spelled(words: list[str], schema: type) -> list[str]:
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
         if group in _HYDRAS_TEXTS or is_text(schema, re.sub(r"^data\.sources\.\w+\.", "data.", group)):
-            word = typed.as_text(word)
+            word = shown.as_text(word)
         if group in MAY_BE_NULL and choice == "null":
             later = any(other.lstrip("+").startswith(f"{group}=") for other in words[place + 1 :])
             said += [] if later else [f"~{group}"]
@@ -180,3 +158,36 @@ def _no_flag(word: str, program: Program) -> Problem:
     key, _, value = word.lstrip("-").replace("-", "_").partition("=")
     meant = hints.key_named(key, program.schema)
     return Problem(f"{word} is no flag of {program.command}", f"{meant or 'KEY'}={value or 'VALUE'}, without dashes")
+
+
+# ---- the keys of a program of its own --------------------------------------------------------------------------------
+
+
+def values_of(overrides: list[Override], problems: list[Problem]) -> dict[str, Any]:
+    """Return the values that words set. Adds to `problems` what is none."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        if override.is_delete() or override.is_sweep_override():
+            what = "a key of this program has a value" if override.is_delete() else "is several values"
+            problems.append(Problem(f"{override.input_line}: {what}", f"{override.key_or_group}=VALUE"))
+        else:
+            found[override.key_or_group] = override.value()
+    return found
+
+
+def settings(cls: type[T], given: Mapping[str, Any], problems: list[Problem]) -> T:
+    """Build a program's settings from those that are given; each other key has the default of its field.
+
+    A wrong key has its default too, after what is wrong with it was added to `problems`.
+    """
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    problems += [Problem(*hints.unknown_key(key, names, names)) for key in given if key not in names]
+    known = {key: value for key, value in given.items() if key in names}
+    return parsing.build_with_defaults(cls, known, vars(cls()), problems)
+
+
+def list_keys(cls: type[Any]) -> str:
+    """Return a program's keys for its `--help`, a line each: name, meaning, default."""
+    about, default = meanings(cls), vars(cls())
+    width = max(map(len, about))
+    return "\n".join(f"  {key:<{width}}  {text} [{show(default[key])}]" for key, text in about.items())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL, CommandLine
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import key_paths, show
@@ -37,14 +37,28 @@ _CHOSEN_BY_GROUP = {
     "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
 }  # fmt: skip
 _SOURCE = re.compile(r"data\.sources\.\w+")  # where a choice of `data` may be placed too
-# Plug-ins that are not installed with this program, and the packages that have them.
-_PACKAGES = {
-    "hydra/launcher=joblib": "hydra-joblib-launcher",
-    "hydra/launcher=slurm": "hydra-submitit-launcher",
-    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
-}
 # What Hydra itself instantiates: its plug-ins, and this program's own callback.
-_TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweep_start\.SweepStart$")
+_TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweeps\.SweepStart$")
+
+
+def conf_dir() -> Path:
+    """Return the folder of this program's YAML files: in an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
+
+
+@contextmanager
+def open_catalog(config_name: str = "config", folder: Path | None = None) -> Iterator[Catalog]:
+    """Open the catalog of a folder of settings, `conf_dir` if it is None. Hydra's global state stays as it was."""
+    running, initialized = HydraConfig.instance().cfg, GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder or conf_dir()), job_name="run", version_base="1.3"):
+            yield Catalog(GlobalHydra.instance().config_loader(), config_name)
+    finally:
+        HydraConfig.instance().cfg = running
+        GlobalHydra.instance().hydra = initialized
 
 
 class Catalog:
@@ -65,11 +79,10 @@ class Catalog:
 
     def choices(self, group: str) -> list[str]:
         """List the choices of a group, in its folders too."""
-        return [
-            *self.get_group_options(group),
-            *(f"{below}/{name}" for below in self.get_group_options(group, ObjectType.GROUP)
-              for name in self.choices(f"{group}/{below}")),
-        ]  # fmt: skip
+        found = self.get_group_options(group)
+        for below in self.get_group_options(group, ObjectType.GROUP):
+            found += [f"{below}/{name}" for name in self.choices(f"{group}/{below}")]
+        return found
 
     def is_group(self, override: Override) -> bool:
         """Return whether an override chooses from a group, rather than setting a value."""
@@ -78,16 +91,14 @@ class Catalog:
 
     def add_folders(self, folders: list[str]) -> list[Problem]:
         """Make the choices of a user's folders available, and their primary configurations; return what is missing."""
-        if not folders:
-            return []
-        paths = {folder: Path(folder.removeprefix("file://")).absolute() for folder in folders}
-        for path in paths.values():
+        paths = [Path(folder.removeprefix("file://")).absolute() for folder in folders]
+        for path in paths:
             if path.is_dir():
                 hydra_private.search_in(self._loader, path)
-        groups = self.get_group_options("", ObjectType.GROUP)
-        self.groups = [group for group in groups if group != "hydra" and self.choices(group)]
-        missing = [path for path in paths.values() if not path.is_dir()]
-        return [Problem(f"there is no folder {path} to read settings from") for path in missing]
+        if paths:
+            groups = self.get_group_options("", ObjectType.GROUP)
+            self.groups = [group for group in groups if group != "hydra" and self.choices(group)]
+        return [Problem(f"there is no folder {path} to read settings from") for path in paths if not path.is_dir()]
 
     def check_name(self) -> list[Problem]:
         """Check that the primary configuration (`-cn NAME`) exists: in `conf`, or in a folder of the user's."""
@@ -110,7 +121,7 @@ class Catalog:
         except Exception as error:  # of Hydra, OmegaConf and YAML; OmegaConf raises AttributeError for some values
             told = " ".join(f"{error} {error.__cause__ or ''}".split())
             named = next((word for word in words if word.lstrip("+") in told), None)
-            raise UserError.of(f"{named or 'the settings'} cannot be composed: {line(told, 500)}", "") from None
+            raise UserError.of(f"{named or 'the settings'} cannot be composed: {line(told, 500)}") from None
         for path, target in _targets(OmegaConf.to_container(cfg.hydra, resolve=False), "hydra"):
             if not _TARGETS.match(str(target)):
                 raise UserError.of(f"{path}={target}: Hydra would call it", "only plug-ins of Hydra's are called")
@@ -127,34 +138,24 @@ class Catalog:
         return word.lstrip("+") if always else f"++{word.lstrip('+')}"
 
 
-@contextmanager
-def open_catalog(folder: Path, config_name: str = "config") -> Iterator[Catalog]:
-    """Open the catalog of a folder of settings. Hydra's global state is as before when it closes."""
-    running, initialized = HydraConfig.instance().cfg, GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
-            yield Catalog(GlobalHydra.instance().config_loader(), config_name)
-    finally:
-        HydraConfig.instance().cfg = running
-        GlobalHydra.instance().hydra = initialized
+def _targets(node: Any, path: str) -> list[tuple[str, Any]]:
+    """List every `_target_` of a plain configuration, with its path."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    found = []
+    for key, value in items:
+        if key == "_target_":
+            found.append((f"{path}.{key}", value))
+        elif isinstance(value, (dict, list)):
+            found += _targets(value, f"{path}.{key}")
+    return found
 
 
-def search(line: CommandLine, overrides: list[Override], catalog: Catalog) -> list[Problem]:
-    """Add the folders that a command line names to the catalog."""
-    values = [word.value() for word in overrides if word.key_or_group == "hydra.searchpath"]
-    named = [folder for value in values for folder in (value if isinstance(value, list) else [value])]
-    problems = catalog.add_folders([str(folder) for folder in (line.config_dir, *named) if folder])
-    return [*problems, *catalog.check_name()]
-
-
-def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Problem]:
+def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Problem]:
     """Find what is wrong with an override, whatever it composes to. `multirun`: a sweep is asked for."""
     key, word, value = override.key_or_group, str(override.input_line), override.value()
     swept = override.is_sweep_override()
     if swept and not multirun:
-        one = "choose one; " if override.is_discrete_sweep() else ""
-        yield Problem(f"{word} is several values, and this is a single run", f"{one}-m runs each")
+        yield Problem(f"{word} is several values, and this is a single run", "-m runs each")
         return
     values: list[Any] = [value]
     if swept and override.is_discrete_sweep():
@@ -162,9 +163,9 @@ def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Pro
         if not values:
             yield Problem(f"{word} matches nothing")
     if override.is_hydra_override() or key.startswith("hydra/"):
-        yield from _of_hydra(override, values, catalog)
+        yield from _check_hydra(override, values, catalog)
     elif catalog.is_group(override):
-        yield from _of_group(override, values, catalog)
+        yield from _check_group(override, values, catalog)
     elif override.is_delete():
         yield Problem(f"{word}: every key has a value", f"leave it out, or set it: {key}=null where null is allowed")
     elif key in _CHOSEN_BY_GROUP:
@@ -172,26 +173,19 @@ def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Pro
         yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}={choice}")
 
 
-def _of_hydra(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
+def _check_hydra(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
     """Find what is wrong with a word for Hydra's own settings; what it sets, Hydra says."""
     key, word = override.key_or_group, str(override.input_line)
     if "_target_" in word:
         yield Problem(f"{word}: what Hydra calls is not set by a word")
     if "/" in key:
         options = catalog.get_group_options(key)
-        for value in values:
-            package = _PACKAGES.get(f"{key}={value}")
-            if package and not _is_installed(value, options):
-                yield Problem(f"{key}={value}: its package is not installed", f"pip install {package}")
-            elif value not in options:
-                yield Problem(*hints.unknown_choice(key, show(value), options))
+        yield from (
+            Problem(*hints.unknown_choice(key, show(value), options)) for value in values if value not in options
+        )
 
 
-def _is_installed(choice: str, options: list[str]) -> bool:
-    return ("submitit_slurm" if choice == "slurm" else choice) in options
-
-
-def _of_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
+def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
     """Find what is wrong with a choice from a group."""
     group, word = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
@@ -213,20 +207,14 @@ def _of_group(override: Override, values: list[Any], catalog: Catalog) -> Iterat
                 yield Problem(*hints.unknown_choice(group, show(choice), [o for o in options if not o.startswith("_")]))
 
 
-def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every `_target_` of a plain configuration, with its path."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in items:
-        if key == "_target_":
-            yield f"{path}.{key}", value
-        else:
-            yield from _targets(value, f"{path}.{key}")
-
-
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    plain: dict[str, Any] = {}
     try:
-        return cast("dict[str, Any]", OmegaConf.to_container(own, resolve=True))
+        for key in map(str, cfg):
+            if key != "hydra":
+                value = cfg[key]
+                plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
+    return plain

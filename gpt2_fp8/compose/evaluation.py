@@ -6,23 +6,26 @@ A choice (`data=fineweb`) replaces a group by what a run would have; `group.key=
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, fields
-from typing import Any, NamedTuple, cast
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import conf_dir, own_keys
-from gpt2_fp8.compose.commandline import Program, overrides_of, read
+from gpt2_fp8.compose import composition
+from gpt2_fp8.compose.commandline import Program, read, settings, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
-from gpt2_fp8.config import evaluate_schema, hints, parsing
+from gpt2_fp8.config import checks, hints, mixture, parsing, tokenizer_file
+from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.evaluate_schema import EvaluateConfig, EvaluateRunConfig
 from gpt2_fp8.config.keys import key_paths, show
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.programs import EvaluateConfig, EvaluateRunConfig, check_evaluate
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
+GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
+KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
+_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
+_OF_TRAINING = ("precision.bf16_last_steps",)  # of the groups that an evaluation takes
 _OWN = [field.name for field in fields(EvaluateConfig)]
 
 
@@ -41,16 +44,14 @@ def read_words(argv: list[str]) -> Request:
     Raises UserError with every problem, if one of them is that the model is not there. Other problems wait in the
     result for those that only the model's configuration shows.
     """
-    line, problems = read(argv, PROGRAM)
-    words, found = overrides_of(line.words)
-    problems += found
-    mine = [word for word in words if word.key_or_group in _OWN]
-    given = own_keys.values(mine, problems)
-    own = own_keys.settings(EvaluateConfig, given, problems)
-    problems += (found := evaluate_schema.check(own))
+    line = read(argv, PROGRAM)
+    problems = list(line.problems)
+    given = values_of([word for word in line.overrides if word.key_or_group in _OWN], problems)
+    own = settings(EvaluateConfig, given, problems)
+    problems += (found := check_evaluate(own))
     if any("ckpt_path" in problem.cause for problem in found):
         raise UserError(dict.fromkeys(problems))
-    return Request(own, [word for word in words if word not in mine], line.config_dir, problems)
+    return Request(own, [word for word in line.overrides if word.key_or_group not in _OWN], line.config_dir, problems)
 
 
 def configuration(request: Request, trained: RunConfig) -> RunConfig:
@@ -59,29 +60,39 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     Raises UserError with every problem of the command line.
     """
     problems, plain = list(request.problems), copy.deepcopy(asdict(trained))
-    with open_catalog(conf_dir(), "config") as catalog:
+    with open_catalog() as catalog:
         problems += catalog.add_folders([request.config_dir] if request.config_dir else [])
-        values = _chosen(request.words, catalog, plain, problems)
+        values = _choose(request.words, catalog, plain, problems)
         typed = set(values) | {word.key_or_group for word in request.words if catalog.is_group(word)}
-    known = key_paths(RunConfig)
-    for word in list(values):
-        is_known = word in known or any(path.startswith(f"{word}.") for path in known)
-        if is_known and (problem := evaluate_schema.refusal(word, f"{word}={show(values[word])}")):
-            problems.append(problem)
-        elif not (is_known or "." in word) or not _put(plain, word, values[word]):
-            problems.append(_unknown(word))
-    config = _built(plain, problems)
+    for key, value in values.items():
+        if why := _why_no_key(key):
+            problems.append(Problem(f"{key}={show(value)}: {why}"))
+        elif not ("." in key or key in KEYS) or not _put(plain, key, value):
+            near = hints.either(hints.near(key, [*_OWN, *GROUPS, *KEYS]))
+            problems.append(Problem(f"there is no key {key}", f"did you mean {near}?" if near else ""))
+    config, found = parsing.build(RunConfig, plain)
+    problems += [finding.problem for finding in found]
     if config is not None:
-        config = evaluate_schema.for_evaluation(config, typed)
-        found = evaluate_schema.check_run(config, trained)
-        problems += [evaluate_schema.in_own_words(evaluate_schema.of_checkpoint(one, typed)) for one in found]
+        config = _for_evaluation(config, typed)
+        problems += _check(config, trained)
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None
     return config
 
 
-def _chosen(words: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _why_no_key(key: str) -> str | None:
+    """Return why a run's key, or a group, means nothing in an evaluation; None if it does, or if no run has it."""
+    group, known = key.partition(".")[0], key_paths(RunConfig)
+    if group == "model":
+        return "the model is the checkpoint's"
+    if key not in known and not any(path.startswith(f"{key}.") for path in known):
+        return None
+    meant = key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]
+    return None if meant and key not in _OF_TRAINING else "this changes nothing of an evaluation"
+
+
+def _choose(words: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Put the groups that words choose into `plain`; returns the values that the other words set."""
     choices = [word for word in words if catalog.is_group(word)]
     taken = []
@@ -89,36 +100,21 @@ def _chosen(words: list[Override], catalog: Catalog, plain: dict[str, Any], prob
         group, line = word.key_or_group, str(word.input_line)
         if word.is_delete() or word.is_sweep_override():
             problems.append(Problem(f"{line}: one choice of a group is evaluated", f"{group}=CHOICE"))
-        elif group not in evaluate_schema.GROUPS:
-            problem = evaluate_schema.refusal(group, line)
-            problems.append(problem or Problem(f"there is no group {group}", "data, precision, recipe or trainer"))
+        elif group not in GROUPS:
+            why = _why_no_key(group) or "an evaluation takes data, precision, recipe and trainer"
+            problems.append(Problem(f"{line}: {why}"))
         elif str(word.value()) not in (options := catalog.get_group_options(group)):
             problems.append(Problem(*hints.unknown_choice(group, str(word.value()), options)))
         elif line == "trainer=ddp":
-            problems.append(Problem(f"{line}: an evaluation is of one device", "trainer=gpu, or trainer=cpu"))
+            problems.append(Problem(f"{line}: an evaluation is of one device"))
         else:
             taken.append(word)
-    if taken:
-        cfg = catalog.compose([str(word.input_line) for word in taken])
-        composed = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
-        for group in {word.key_or_group for word in taken} & composed.keys():
-            _replace(plain, group, _resolved(group, composed[group], plain["seed"], problems))
-    return own_keys.values([word for word in words if word not in choices], problems)
-
-
-def _resolved(group: str, composed: dict[str, Any], seed: int, problems: list[Problem]) -> dict[str, Any]:
-    """Return a group with the values that its `${...}` stand for. The seed is the checkpoint's.
-
-    What the checkpoint itself holds, which may be a stranger's, is never resolved.
-    """
-    try:
-        cfg = OmegaConf.create({"seed": seed, group: composed})
-        found = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        problems.append(Problem(f"{error.full_key}: {reason}", "write the value in place of ${...}"))
-        return composed
-    return cast("dict[str, dict[str, Any]]", found)[group]
+    if taken:  # what the checkpoint itself holds, which may be a stranger's, is never resolved
+        cfg = catalog.compose([*(str(word.input_line) for word in taken), f"seed={plain['seed']}"])
+        composed = composition.resolved(cfg)
+        for group in {word.key_or_group for word in taken}:
+            _replace(plain, group, composed[group])
+    return values_of([word for word in words if word not in choices], problems)
 
 
 def _replace(plain: dict[str, Any], group: str, composed: dict[str, Any]) -> None:
@@ -133,12 +129,6 @@ def _replace(plain: dict[str, Any], group: str, composed: dict[str, Any]) -> Non
             one["tokenizer"] = source["tokenizer"]
 
 
-def _unknown(key: str) -> Problem:
-    there = [*_OWN, *evaluate_schema.GROUPS, *evaluate_schema.KEYS]
-    near = hints.either(hints.near(key, there))
-    return Problem(f"there is no key {key}", f"did you mean {near}?" if near else f"there are {', '.join(there)}")
-
-
 def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
     """Set a value; returns False if there is no place for it."""
     *above, last = key.split(".")
@@ -151,8 +141,60 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
     return True
 
 
-def _built(plain: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
-    """Build the configuration, or add to `problems`."""
-    config, found = parsing.build(RunConfig, plain)
-    problems += [finding.problem for finding in found]
-    return config
+def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
+    """Return the configuration that a checkpoint holds, with what was typed on it, as one that only validates.
+
+    `typed`: the groups and keys of the command line.
+
+    It is of one device, and text to validate on is enough. Whatever it would save, log, call or begin from is left out;
+    so is code that the checkpoint names, which only the command line may, and the graphs of a step's micro-batches,
+    which not every precision has. It evaluates in FP8 if words have named how: a precision, its layers, a recipe.
+    """
+    trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
+    whole, size, precision = config.global_batch_size, config.micro_batch_size, config.precision
+    if "micro_batch_size" in typed and isinstance(size, int):
+        whole = -(-whole // size) * size  # nobody trains on it
+    of_fp8 = {key for key in typed if key.partition(".")[0] in ("precision", "recipe")} - {"precision.fallback"}
+    if of_fp8 and "precision.evaluation" not in typed and isinstance(precision, FP8PrecisionConfig):
+        precision = replace(precision, evaluation="fp8")
+    return replace(
+        config, precision=precision, trainer=trainer, callbacks=replace(config.callbacks, extra=[]),
+        logger=replace(config.logger, extra=[]), global_batch_size=whole, ckpt_path=None, init_from=None,
+        plugins=config.plugins if "plugins" in typed else [], cuda_graphs="auto",
+    )  # fmt: skip
+
+
+def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
+    """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
+    named = mixture.sources_of(config.data)
+    sources = [_validated_on(source) for _, source in named]
+    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
+    unsaid = {"model.vocab_size"}
+    for (name, source), looked in zip(named, sources, strict=True):
+        if looked is not source:  # what is wrong with these files is said of val_files
+            unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
+    found = [finding.problem for finding in checks.check(looked_at) if not unsaid & set(finding.keys)]
+    if config.micro_batch_size == "auto":
+        found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))
+    if not named or config.data.val_sequences == 0:
+        found.append(Problem("data.val_sequences=0: there is nothing to evaluate", "data.val_sequences=256"))
+    return [*found, *(_check_tokenizer(config, trained) if named else [])]
+
+
+def _validated_on(source: Mixed) -> Mixed:
+    """Return a source of files as a run's checks want it, which is trained on too: here that may be left out."""
+    if isinstance(source, (FilesData, TokenFilesData)) and source.val_files and not source.train_files:
+        return replace(source, train_files=source.val_files)
+    return source
+
+
+def _check_tokenizer(config: RunConfig, trained: RunConfig) -> list[Problem]:
+    """Find a tokenizer that is not the model's."""
+    name, before = config.data.tokenizer, trained.data.tokenizer
+    if before in tokenizer_file.NAMES and name != before:
+        return [Problem(f"data.tokenizer={show(name)}: the model was trained on the ids of {before}")]
+    try:
+        ids, has = tokenizer_file.number_of_ids(name), checks.vocabulary(trained)
+    except UserError:  # said by the paths' check
+        return []
+    return [Problem(f"data.tokenizer={show(name)} has {ids:,} ids, and the model {has:,}")] if ids > has else []

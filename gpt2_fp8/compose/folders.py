@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.config import json_file, output_folder, run_length, sweep_plan
-from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config import disk, own_words, run_length
+from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks
@@ -27,54 +27,59 @@ _MAY_CHANGE = ("ckpt_path=", "run_name=", "trainer.max_")  # words of a sweep th
 
 def is_named_by_time(cfg: DictConfig, in_sweep: bool) -> bool:
     """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    folder = plain["hydra"]["sweep" if in_sweep else "run"]["dir"]
-    return "${run_name}" in str(folder) and "${now:" in str(plain["run_name"])
+    folders: Any = OmegaConf.to_container(cfg.hydra.sweep if in_sweep else cfg.hydra.run, resolve=False)
+    name: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, "run_name"), resolve=False)
+    return "${run_name}" in str(folders["dir"]) and "${now:" in str(name["run_name"])
 
 
-class Place:
-    """Checks where a job will write.
+def of_job(cfg: DictConfig, number: int | None) -> tuple[str, str]:
+    """Return the folder of a job, and of one of a sweep the one above it, else the same. Raises UserError."""
+    try:
+        if number is None:
+            folder = str(OmegaConf.select(cfg, "hydra.run.dir"))
+            return folder, folder
+        above = str(OmegaConf.select(cfg, "hydra.sweep.dir"))
+        return str(Path(above, str(OmegaConf.select(cfg, "hydra.sweep.subdir")))) if above else above, above
+    except OmegaConfBaseException as error:
+        raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
 
-    Attributes:
-        folder: where it will write; None until that is known.
-        above: of a job of a sweep, what `hydra.sweep.dir` comes to.
+
+def of_sweep(whole: DictConfig) -> str | None:
+    """Return a sweep's folder, which Hydra resolves before there is a job; None if only a job has what it is made of.
+
+    `whole`: what the sweep's words come to without its values.
     """
-
-    def __init__(
-        self, cfg: DictConfig, config: RunConfig, number: int | None, typed: Collection[str], restarted: bool | None
-    ):
-        self._cfg, self._config, self._number, self._typed = cfg, config, number, typed
-        self._restarted = ranks.current().restarts + ranks.turns_before() > 0 if restarted is None else restarted
-        self.folder: str | None = None
-        self.above: str | None = None
-
-    def check(self) -> Iterator[Finding]:
-        """Find what is wrong with the folder."""
-        setting = "hydra.run.dir" if self._number is None else "hydra.sweep.dir"
-        try:
-            self.folder = self.above = str(OmegaConf.select(self._cfg, setting))
-            if self._number is not None and self.folder:
-                self.folder = str(Path(self.folder, str(OmegaConf.select(self._cfg, "hydra.sweep.subdir"))))
-        except OmegaConfBaseException as error:
-            yield Finding.of(setting, f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}")
-            return
-        wrong = list(output_folder.check(self.folder, setting))
-        yield from wrong
-        path, resumes = self._config.ckpt_path, self._config.ckpt_path in ("last", "best")
-        if is_named_by_time(self._cfg, self._number is not None) and "run_name" not in self._typed and resumes:
-            cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
-            yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
-        if not wrong and path is None and not self._restarted:
-            yield from output_folder.check_untaken(Path(self.folder))
-        if not wrong and resumes:
-            yield from _complete(Path(self.folder), self._config)
+    try:
+        return str(OmegaConf.select(whole, "hydra.sweep.dir"))
+    except OmegaConfBaseException:
+        return None
 
 
-def _complete(folder: Path, config: RunConfig) -> Iterator[Finding]:
+def check(folder: str, config: RunConfig, in_sweep: bool, named: bool, restarted: bool | None) -> Iterator[Finding]:
+    """Find what is wrong with the folder of a job.
+
+    `named`: its name is not only the time. `restarted`: it may hold what the run has saved before; None: its launcher
+    knows.
+    """
+    wrong = disk.check_folder(folder, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
+    yield from wrong
+    resumes = config.ckpt_path in ("last", "best")
+    if resumes and not named:
+        cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"
+        yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
+    if restarted is None:
+        restarted = ranks.current().restarts + ranks.turns_before() > 0
+    if not wrong and config.ckpt_path is None and not restarted:
+        yield from disk.check_untaken(Path(folder))
+    if not wrong and resumes:
+        yield from _check_complete(Path(folder), config)
+
+
+def _check_complete(folder: Path, config: RunConfig) -> Iterator[Finding]:
     """Find what a complete run is continued with that no step would be trained with."""
     found: Any = None
     with suppress(OSError, ValueError):
-        found = json_file.read(folder / "summary.json")
+        found = disk.read_json(folder / "summary.json")
     if not isinstance(found, dict) or found.get("status") != "completed" or config.trainer.fast_dev_run:
         return
     was, limits = found.get("config"), run_length.limits(config)
@@ -96,18 +101,9 @@ def _has(node: Any, key: str) -> bool:
     return True
 
 
-def of_sweep(whole: DictConfig) -> str | None:
-    """Return a sweep's folder, which Hydra resolves before there is a job; None if only a job has what it is made of.
-
-    `whole`: what the sweep's words come to without its values.
-    """
-    try:
-        return str(OmegaConf.select(whole, "hydra.sweep.dir"))
-    except OmegaConfBaseException:
-        return None
-
-
-def of_jobs(own: str | None, jobs: Sequence[tuple[str, str, Sequence[Override]]], continued: bool) -> Iterator[Problem]:
+def check_jobs(
+    own: str | None, jobs: Sequence[tuple[str, str, Sequence[Override]]], continued: bool
+) -> Iterator[Problem]:
     """Find jobs that would write outside of `own`, the sweep's folder, or into a folder of another job.
 
     jobs: of each its folder, the folder above it and its words. `continued`: whether the sweep goes on.
@@ -125,13 +121,13 @@ def of_jobs(own: str | None, jobs: Sequence[tuple[str, str, Sequence[Override]]]
             return
         taken.add(real)
     if continued and own is not None:
-        yield from _exchanged(Path(own), [[str(word.input_line) for word in words] for _, _, words in jobs])
+        yield from _check_order(Path(own), [[str(word.input_line) for word in words] for _, _, words in jobs])
 
 
-def _exchanged(folder: Path, jobs: list[list[str]]) -> Iterator[Problem]:
+def _check_order(folder: Path, jobs: list[list[str]]) -> Iterator[Problem]:
     """Find jobs that would go on with what another job has begun: the values stand in another order."""
     with suppress(OSError, ValueError):
-        begun = [_telling(words) for words in sweep_plan.jobs_of(json_file.read(folder / sweep_plan.NAME))]
+        begun = list(map(_telling, own_words.jobs_of_plan(disk.read_json(folder / own_words.PLAN))))
         for number, (was, now) in enumerate(zip(begun, map(_telling, jobs), strict=False)):
             if was != now and now in begun:
                 yield Problem(f"ckpt_path: job {number} was {' '.join(sorted(was))}, and would go on as another",

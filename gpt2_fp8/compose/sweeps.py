@@ -1,32 +1,31 @@
-"""How many jobs a sweep has, and the words of each."""
+"""The jobs of a sweep: how many, the words of each, and the note that Hydra begins it.
+
+Hydra tells a callback that a sweep begins. It does not tell one that a sweep has ended if a job has failed or a signal
+came. So the program writes the table itself, from what is noted here.
+"""
 
 from __future__ import annotations
 
-import math
+import sys
+from pathlib import Path
+from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parsed
+from gpt2_fp8.compose import launchers
+from gpt2_fp8.compose.commandline import parsed, unforced
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.shown import line
 
-MOST = 1000  # jobs; this program and Hydra compose each of them before the first begins
-ANNOUNCED = 50  # more jobs than these are announced before they are checked
-
-
-def length(override: Override) -> float:
-    """Return how many values an override goes through; of a range without making them."""
-    sweep = override.value()
-    if isinstance(sweep, RangeSweep):
-        start, stop, step = (float(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
-        endless = step == 0 or not math.isfinite(start) or not math.isfinite(stop)
-        return math.inf if endless else max(0, math.ceil((stop - start) / step))
-    return sum(1 for _ in override.sweep_iterator()) if override.is_discrete_sweep() else 1
+_begun: list[Path] = []  # the folder of each sweep of this process that has not been taken
 
 
-def is_basic(sweeper: DictConfig) -> bool:
+def _is_basic(sweeper: DictConfig) -> bool:
     """Return whether a sweeper is Hydra's own: it runs all combinations, which are known before."""
     return str(sweeper.get("_target_", "")).endswith("BasicSweeper")
 
@@ -39,17 +38,14 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
     last = {(override.key_or_group, override.package): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
     swept = [override for override in last.values() if override.is_sweep_override()]
-    if (jobs := math.prod(map(length, swept))) > MOST:
-        several = " x ".join(str(word.key_or_group) for word in swept if length(word) > 1)
-        raise UserError.of(f"{several}: {jobs:,.0f} jobs, and a sweep has at most {MOST:,}", "sweep in parts")
-    if not is_basic(sweeper):
+    if not _is_basic(sweeper):
         swept = [_start(override) for override in swept]
     try:
         words = hydra_private.job_words(swept)
     except HydraException as error:
-        raise UserError.of(str(error).splitlines()[0], "") from None
+        raise UserError.of(str(error).splitlines()[0]) from None
     jobs_ = [[*same, *map(parsed, job)] for job in words]
-    return jobs_ if is_basic(sweeper) else jobs_[:1]
+    return jobs_ if _is_basic(sweeper) else jobs_[:1]
 
 
 def _start(override: Override) -> Override:
@@ -63,3 +59,41 @@ def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
     with read_write(cfg.hydra), open_dict(cfg.hydra):
         cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
     OmegaConf.copy_cache(from_config=whole, to_config=cfg)
+
+
+def take() -> Path | None:
+    """Return the folder of the sweep that has begun in this process, once; None if there was none."""
+    return _begun.pop() if _begun else None
+
+
+def begun() -> Path | None:
+    """Return the folder of the sweep that has begun in this process; None if there is none."""
+    return _begun[-1] if _begun else None
+
+
+class SweepStart(Callback):
+    """What `hydra.callbacks` of `conf/config.yaml` names. It has no state, since launchers send it to their jobs."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Note the sweep's folder, and write its plan there."""
+        folder = Path(str(config.hydra.sweep.dir)).absolute()  # absolute, as jobs may change the current folder
+        _begun.append(folder)
+        words = _words(config)
+        try:
+            own_words.write_plan(folder, words)
+        except OSError as error:
+            print(line(f"warning: {folder} cannot be written: {error}"), file=sys.stderr)
+        if launchers.is_joblib(config.hydra):
+            launchers.begin_joblib(config, folder, words)
+
+
+def _words(config: DictConfig) -> list[list[str]] | None:
+    """Return the words of each job, as the basic sweeper will form them; None for another sweeper, which chooses."""
+    if not _is_basic(config.hydra.sweeper):
+        return None
+    words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${...} is each job's own
+    overrides = [parsed(word) for word in [*words, *typed]]
+    if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
+        return None
+    return list(map(unforced, hydra_private.job_words(overrides)))

@@ -1,22 +1,32 @@
-"""What a backend can be asked for, as far as the settings tell.
+"""What a backend, or a kernel of attention, can be asked for, as far as the settings tell.
 
-`precision.support` has what only the machine can tell.
+`precision.support` and `backends/attention_choice.py` have what only the machine can tell.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Set
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
 from gpt2_fp8.config.model_checks import in_any_shape
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, FP8PrecisionConfig, ModelConfig, RunConfig
 
+FP8_CAPABILITY = (8, 9)  # GPUs with FP8 matrix units, by compute capability: Ada and later
+ROWWISE_CAPABILITY = (9, 0)  # and those that multiply with a scale a row
+HOPPER = 9
 FUSED_RECIPES = ("delayed", "auto")
+ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
 _OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
+
+
+def parse_version(capability: str | None) -> tuple[int, int] | None:
+    """Return a compute capability such as "9.0" as numbers; None if it is unknown, or another kind of text."""
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", capability or "", re.ASCII)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def why_not_fused(config: RunConfig) -> str | None:
@@ -27,7 +37,7 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
     if config.document_mask:
         return "their attention has no mask, and this is document_mask=true"
-    if names := penalties_not_fused(config):
+    if names := [name for name in ("logit_l2", "activation_l1") if getattr(config.penalty, name)]:
         given = " and ".join(f"penalty.{name}={getattr(config.penalty, name):g}" for name in names)
         return f"of the penalties they have z_loss alone, and this is {given}"
     if (backward := _backward(config)) != "fp8":
@@ -35,11 +45,6 @@ def why_not_fused(config: RunConfig) -> str | None:
     if block := partly(_kept(config)):
         return f"they keep whole blocks in bf16, and precision.keep_bf16 names a part of {block}"
     return _lacking(config.model, FUSED_OPTIONS | {Option.DROPOUT})
-
-
-def penalties_not_fused(config: RunConfig) -> list[str]:
-    """Return the keys of the run's penalties that the fused layers do not have."""
-    return [name for name in ("logit_l2", "activation_l1") if getattr(config.penalty, name)]
 
 
 def splits_mlp(config: RunConfig) -> bool:
@@ -55,6 +60,17 @@ def _kept(config: RunConfig) -> Kept:
     precision = config.precision
     names = precision.keep_bf16 if isinstance(precision, FP8PrecisionConfig) else []
     return kept(names, config.model.n_layer)
+
+
+def _lacking(model: ModelConfig, offers: Set[Option]) -> str | None:
+    """Name the options of a model that layers with `offers` lack; None if there are none. Its shape need not fit."""
+    return why_not(block_spec(in_any_shape(model)), "they", offers)
+
+
+def _only_fp8(config: RunConfig) -> str | None:
+    if config.precision.name in ("fp32", "bf16"):
+        return f"its kernels are for FP8, and this is precision={config.precision.name}"
+    return why_not_fused(config)
 
 
 def why_not_te(config: RunConfig) -> str | None:
@@ -79,17 +95,6 @@ def why_not_torchao(config: RunConfig) -> str | None:
     return None
 
 
-def _lacking(model: ModelConfig, offers: Set[Option]) -> str | None:
-    """Name the options of a model that layers with `offers` lack; None if there are none. Its shape need not fit."""
-    return why_not(block_spec(in_any_shape(model)), "they", offers)
-
-
-def _only_fp8(config: RunConfig) -> str | None:
-    if config.precision.name in ("fp32", "bf16"):
-        return f"its kernels are for FP8, and this is precision={config.precision.name}"
-    return why_not_fused(config)
-
-
 def _no_fp8(config: RunConfig) -> str | None:
     return "plain torch has no FP8 GEMMs" if config.precision.name.startswith("fp8") else None
 
@@ -112,21 +117,20 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 }
 
 
-def _why_none(config: RunConfig) -> str | None:
-    """Return why no layers but the emulated can compute a run in FP8: Transformer Engine's reason."""
+def why_not_asked(config: RunConfig) -> str | None:
+    """Return why no machine can compute a run with the backend that it asks for; None if one may.
+
+    Of `auto` in FP8 it is Transformer Engine's reason; the emulated layers are taken only if they are asked for.
+    """
+    if config.precision.backend != "auto":
+        return WHY_NOT[config.precision.backend](config)
     if not isinstance(config.precision, FP8PrecisionConfig):
         return None
     return why_not_fused(config) and why_not_torchao(config) and why_not_te(config)
 
 
-def why_not_asked(config: RunConfig) -> str | None:
-    """Return why no machine can compute a run with the backend that it asks for; None if one may."""
-    name = config.precision.backend
-    return _why_none(config) if name == "auto" else WHY_NOT[name](config)
-
-
 def check(config: RunConfig) -> Iterator[Finding]:
-    """Find requests for a backend, or for options of one, that no machine can fulfil."""
+    """Find requests for a backend, a kernel of attention, or options of them, that no machine can fulfil."""
     name = config.precision.backend
     if reason := why_not_asked(config):
         cause = f"precision.backend={name} cannot run: {reason}"
@@ -134,23 +138,28 @@ def check(config: RunConfig) -> Iterator[Finding]:
             cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
         keys = _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS)
         yield Finding(keys, Problem(cause))
-    yield from options(config)
-
-
-def options(config: RunConfig) -> Iterator[Finding]:
-    """Find options that the layers of a run do not have, whichever layers these are."""
     precision = config.precision
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice") or _why_no_sums(config)):
-        remedy = "leave precision.fast_accumulation out"
-        problem = Problem(f"precision.fast_accumulation=true: {reason}", remedy)
-        yield Finding(("precision.fast_accumulation",), problem)
+        yield Finding.of("precision.fast_accumulation", f"precision.fast_accumulation=true: {reason}")
     if config.compile_mode != "default" and (reason := why_not_recorded(config)):
-        problem = Problem(f"compile_mode={config.compile_mode}: {reason}", "compile_mode=default")
-        yield Finding(("compile_mode",), problem)
-    if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
-        problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")
-        yield Finding(("cuda_graphs",), problem)
+        yield Finding.of("compile_mode", f"compile_mode={config.compile_mode}: {reason}")
+    if config.cuda_graphs is True and (reason := _only_fused(config, "graphs")):
+        yield Finding.of("cuda_graphs", f"cuda_graphs=true: {reason}")
+    if found := _why_no_attention(config):
+        key, reason = found
+        yield Finding(("attention", key), Problem(f"attention={config.attention}: {reason}"))
+
+
+def _only_fused(config: RunConfig, what: str) -> str | None:
+    """Return why a run cannot have `what` of the fused layers; None if it can."""
+    if not isinstance(config.precision, FP8PrecisionConfig):
+        return f"only the fused FP8 layers have {what}, and this is precision={config.precision.name}"
+    if config.precision.backend not in ("auto", "fused"):
+        return f"only the fused FP8 layers have {what}, and this is precision.backend={config.precision.backend}"
+    if reason := why_not_fused(config):
+        return f"only the fused FP8 layers have {what}; {reason}"
+    return None
 
 
 def _why_no_sums(config: RunConfig) -> str | None:
@@ -175,17 +184,26 @@ def why_not_recorded(config: RunConfig) -> str | None:
     return None
 
 
-def _only_fused(config: RunConfig, what: str) -> str | None:
-    """Return why a run in FP8 cannot have `what` of the fused layers; None if it can."""
-    assert isinstance(config.precision, FP8PrecisionConfig)
-    if config.precision.backend not in ("auto", "fused"):
-        return f"only the fused FP8 layers have {what}, and this is precision.backend={config.precision.backend}"
-    if reason := why_not_fused(config):
-        return f"only the fused FP8 layers have {what}; {reason}"
+def has_plain_layers(config: RunConfig) -> bool:
+    """Return whether a run is sure to have plain-torch layers, or FP8 layers that are made of them."""
+    if config.precision.name in ("fp32", "bf16"):
+        return config.precision.backend in ("auto", "reference")
+    return config.precision.backend in ("torchao", "emulated")
+
+
+def _why_no_attention(config: RunConfig) -> tuple[str, str] | None:
+    """Return the other key and the reason why no machine can take a kernel; None if nothing speaks against it."""
+    kernel, precision = config.attention, config.precision
+    if kernel not in ON_A_GPU:
+        return None
+    if config.document_mask:
+        return "document_mask", "it takes no mask, and this is document_mask=true"
+    if config.trainer.accelerator == "cpu":
+        return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu"
+    if precision.name == "fp32":
+        return "precision", "its kernels take bfloat16, and this is precision=fp32"
+    if kernel == "te" and has_plain_layers(config):
+        return "precision.backend", "only the FP8 layers and precision.backend=te have it"
+    if kernel == "cudnn" and config.trainer.deterministic:
+        return "trainer.deterministic", "torch's cuDNN kernel is not deterministic"
     return None
-
-
-def _why_no_graphs(config: RunConfig) -> str | None:
-    if not isinstance(config.precision, FP8PrecisionConfig):
-        return f"only the fused FP8 layers have graphs, and this is precision={config.precision.name}"
-    return _only_fused(config, "graphs")

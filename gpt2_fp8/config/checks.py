@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,12 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpt2_fp8.config import (
-    attention_support,
     backend_support,
-    document_borders,
-    hf_check,
+    hf_config,
     kept_layers,
-    logger_checks,
     mixture,
     model_checks,
     paths,
@@ -24,10 +21,15 @@ from gpt2_fp8.config import (
     tokenizer_file,
 )
 from gpt2_fp8.config.data_schema import HubData, MixtureData
-from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.errors import Finding, UserError
 from gpt2_fp8.config.keys import finding, value_of
-from gpt2_fp8.config.model_checks import largest_divisor, products, width_multiple
+from gpt2_fp8.config.model_checks import products, width_multiple
 from gpt2_fp8.config.schema import RunConfig
+
+_NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule
+_LONGEST_PROJECT = 128  # likewise
+_STORES = ("http://", "https://", "sqlite:///", "file:", "postgresql", "mysql", "mssql", "databricks")
+_SQL = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -35,22 +37,17 @@ def vocabulary(config: RunConfig) -> int:
     return config.model.vocab_size or tokenizer_file.number_of_ids(config.data.tokenizer)
 
 
-def check(config: RunConfig) -> list[Finding]:
-    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
-    if _is_empty(config):
+def check(config: RunConfig, but_paths: bool = False) -> list[Finding]:
+    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing.
+
+    `but_paths`: it may be for another machine.
+    """
+    if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
         return list(mixture.check(config))
-    return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
-
-
-def check_but_paths(config: RunConfig) -> list[Finding]:
-    """List what is wrong with a configuration that may be for another machine: all of `check`'s but its paths."""
-    found = [] if _is_empty(config) else paths.check(config)
-    return [finding for finding in check(config) if finding not in found]
-
-
-def _is_empty(config: RunConfig) -> bool:
-    """Return whether a mixture has no source yet, and so no tokenizer, which other checks would ask for."""
-    return isinstance(config.data, MixtureData) and not config.data.sources
+    found = [*_names(config), *([] if but_paths else paths.check(config))]
+    for across in _ACROSS:
+        found += across(config)
+    return found
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
@@ -64,31 +61,26 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 def _names(config: RunConfig) -> Iterator[Finding]:
     yield from kept_layers.check(config)
-    yield from (
-        mixture.found_in(found, name)
-        for name, source in mixture.sources_of(config.data)
-        for found in _names_of_source(replace(config, data=source))
-    )
+    for name, source in mixture.sources_of(config.data):
+        for found in _names_of_source(replace(config, data=source)):
+            yield mixture.found_in(found, name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
             yield Finding.of("plugins", f"plugins: there is no module {name}")
     for key in () if config.plugins else ("callbacks.extra", "logger.extra"):
         if value_of(config, key):
-            yield finding(
-                config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
-            )
+            yield finding(config, key, "is registered by no plugin")
 
 
 def _names_of_source(config: RunConfig) -> Iterator[Finding]:
     if not config.plugins and value_of(config, "data.source"):
-        remedy = "plugins=[MODULE], of the module that registers it"
-        yield finding(config, "data.source", "is registered by no plugin", remedy)
+        yield finding(config, "data.source", "is registered by no plugin")
     for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
         if value_of(config, key) == "":
-            yield finding(config, key, "is empty", f"leave {key} out, or give it a value")
+            yield finding(config, key, "is empty")
     if isinstance(config.data, HubData) and not config.data.train_files:
-        yield finding(config, "data.train_files", "names no file", "leave it out, or list files of the repository")
+        yield finding(config, "data.train_files", "names no file")
 
 
 def _vocabulary(config: RunConfig) -> Iterator[Finding]:
@@ -96,29 +88,23 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     tokens, vocab_size = None, config.model.vocab_size
     with suppress(UserError):  # `paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
-    if config.init_from and hf_check.is_folder(config.init_from):
-        yield from hf_check.check(config.model, tokens, Path(config.init_from).expanduser())
+    if config.init_from and hf_config.is_folder(config.init_from):
+        yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
     elif vocab_size is not None and tokens is not None and vocab_size < tokens:
         yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens")
 
 
-def _schedule(config: RunConfig) -> Iterator[Finding]:
-    """Find keys of the schedule that do nothing. Whether it fits the run: `run_length.check`."""
-    optim = config.optim
+def _without_effect(config: RunConfig) -> Iterator[Finding]:
+    """Find keys of the schedule and of the trainer that do nothing beside others."""
+    optim, trainer = config.optim, config.trainer
     if optim.schedule == "constant" and optim.min_lr_ratio != 1:
         reason = "the rate stays at the peak after the warm-up"
-        yield finding(config, "optim.schedule optim.min_lr_ratio", reason, "add optim.min_lr_ratio=1")
+        yield finding(config, "optim.schedule optim.min_lr_ratio", reason, "optim.min_lr_ratio=1")
     if optim.decay_steps is not None and optim.schedule != "warmup_stable_decay":
-        remedy = "leave optim.decay_steps out, or optim.schedule=warmup_stable_decay"
-        yield finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none", remedy)
-
-
-def _try_of_a_resume(config: RunConfig) -> Iterator[Finding]:
-    """Find a run that is to be continued by the one step that tries everything, which is not the next of any run."""
-    if config.trainer.fast_dev_run and config.ckpt_path is not None:
+        yield finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none")
+    if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"
-        remedy = "leave one of them out; init_from=CHECKPOINT takes that step from a checkpoint's weights"
-        yield finding(config, "trainer.fast_dev_run ckpt_path", reason, remedy)
+        yield finding(config, "trainer.fast_dev_run ckpt_path", reason)
 
 
 def _known_batch(config: RunConfig) -> Iterator[Finding]:
@@ -129,55 +115,68 @@ def _known_batch(config: RunConfig) -> Iterator[Finding]:
 def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
     whole = config.global_batch_size
     micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    if whole % (micro * world_size) == 0:
-        return
-    larger = math.ceil(whole / (micro * world_size)) * micro * world_size
-    remedy = f"global_batch_size={larger}"
-    if whole % world_size == 0:
-        share = whole // world_size
-        fits = largest_divisor(share, micro)
-        remedy = f"micro_batch_size={fits}, or {remedy}"
-    over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
-    reason = f"a step of {whole} sequences does not divide into forward passes of {over}"
-    keys = "global_batch_size micro_batch_size" + (" trainer.devices trainer.num_nodes" if world_size > 1 else "")
-    yield finding(config, keys, reason, remedy)
+    if whole % (micro * world_size):
+        over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
+        keys = "global_batch_size micro_batch_size" + (" trainer.devices trainer.num_nodes" if world_size > 1 else "")
+        yield finding(config, keys, f"a step of {whole} sequences does not divide into forward passes of {over}")
 
 
-def _format(config: RunConfig) -> Iterator[Finding]:
+def _widths(config: RunConfig) -> Iterator[Finding]:
+    """Check the format, and the tokens of one sequence, which may be a forward pass by itself.
+
+    A sample is one, and so are the last sequences of a validation.
+    """
     if config.precision.name == "fp8_e5m2":
         reason = (
             "a forward product would be E5M2 x E5M2, which the FP8 matrix units' library (cuBLASLt) does not offer and "
             "Transformer Engine refuses; two bits of mantissa are too few for activations and weights"
         )
-        remedy = "precision=fp8_hybrid: E4M3 forward, E5M2 for the gradients, where range matters"
-        yield Finding(("precision",), Problem(f"precision=fp8_e5m2: {reason}", remedy))
-
-
-def _tokens(config: RunConfig) -> Iterator[Finding]:
-    """Check the tokens of one sequence, which may be a forward pass by itself.
-
-    A sample is one, and so are the last sequences of a validation.
-    """
-    positions, multiple = config.model.n_positions, width_multiple(config)
-    if positions % multiple:
+        yield Finding.of("precision", f"precision=fp8_e5m2: {reason}", "precision=fp8_hybrid")
+    multiple = width_multiple(config)
+    if config.model.n_positions % multiple:
         reason = f"{products(config)} need sequences of a multiple of {multiple} tokens"
         yield finding(config, "model.n_positions", reason)
 
 
-_ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
-    *(
-        mixture.check,
-        model_checks.check,
-        _vocabulary,
-        run_length.check,
-        _schedule,
-        _try_of_a_resume,
-        _known_batch,
-        _format,
-        backend_support.check,
-        attention_support.check,
-        document_borders.check,
-        _tokens,
-        logger_checks.check,
-    )
-]
+def check_logger(config: RunConfig) -> Iterator[Finding]:
+    """Find what is wrong with `logger`. Libraries are looked for, not imported."""
+    logger = config.logger
+    if logger.histograms_every_n_steps and not (logger.tensorboard or logger.wandb):
+        yield finding(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
+    if logger.wandb is not None:
+        yield from _missing("wandb", ["wandb"])
+        for key in ("project", "entity", "group"):
+            value = getattr(logger.wandb, key)
+            if value is not None and not value.strip():
+                yield finding(config, f"logger.wandb.{key}", "is empty")
+        project = logger.wandb.project
+        if _NOT_IN_A_PROJECT.search(project) or len(project) > _LONGEST_PROJECT:
+            reason = f"W&B's names of projects have up to {_LONGEST_PROJECT} characters, and none of / \\ # ? % :"
+            yield finding(config, "logger.wandb.project", reason)
+    if logger.mlflow is not None:
+        uri = logger.mlflow.tracking_uri
+        yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
+        if not logger.mlflow.experiment.strip():
+            yield finding(config, "logger.mlflow.experiment", "is empty")
+        if uri is not None and not uri.startswith(_STORES):
+            yield finding(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows")
+
+
+def _missing(name: str, libraries: list[str]) -> Iterator[Finding]:
+    if absent := [library for library in libraries if find_spec(library) is None]:
+        cause = f"logger={name}: the library {absent[0]}, which it needs, is not installed"
+        yield Finding.of(f"logger.{name}", cause, f'pip install -e ".[{name}]"')
+
+
+_ACROSS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
+    mixture.check,
+    model_checks.check,
+    _vocabulary,
+    run_length.check,
+    _without_effect,
+    _known_batch,
+    _widths,
+    backend_support.check,
+    mixture.check_borders,
+    check_logger,
+)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from gpt2_fp8.config.shown import line
 
-_MOST = 100  # problems that are shown
-
 
 class Problem(NamedTuple):
     """One thing wrong with what the user asked for: what, and perhaps in a second line what to type."""
@@ -79,10 +77,7 @@ class UserError(RunError):
     def __init__(self, problems: Iterable[Problem]):
         self.problems = [Problem(line(cause), line(remedy)) for cause, remedy in problems]
         assert self.problems, "a UserError names at least one problem"
-        shown = self.problems[:_MOST]
-        if left := len(self.problems) - len(shown):
-            shown.append(Problem(f"and {left:,} more", "correct these first"))
-        super().__init__("\n".join(map(str, shown)))
+        super().__init__("\n".join(map(str, self.problems)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[list[Problem]]]:
         """Pickle by the problems: otherwise an exception is built again from its text."""

@@ -1,17 +1,23 @@
 """Hugging Face's `config.json` and the keys of `model`: each in the other's words, for three architectures.
 
 The three are GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. What a file asks for beyond these keys would be
-lost in silence, so it is refused.
+lost in silence, so it is refused, and so is a run whose `model` is not that of the folder that `init_from` names.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, ROPE_BASE, BlockSpec, Option, RoPE, block_spec
+from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import ModelConfig
 
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 Keys = dict[str, Any]  # of `model`, with numbers where `null` would mean what follows from others
 
 
@@ -30,6 +36,8 @@ GPT2 = Architecture("GPT2LMHeadModel", "gpt2", GPT2_OPTIONS - {Option.DROPOUT}, 
 LLAMA = Architecture("LlamaForCausalLM", "llama", _MODERN, _ANY_HEADS | {Option.BIAS})
 QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", _MODERN | {Option.QK_NORM}, _ANY_HEADS)
 ARCHITECTURES = (GPT2, LLAMA, QWEN3)
+SUPPORTED = ", ".join(architecture.name for architecture in ARCHITECTURES)
+_NO_FOLDER = f"give a folder of {SUPPORTED} with {CONFIG} and {WEIGHTS}, or a checkpoint of this program"
 
 # Of a file that leaves a key out, as transformers reads it. None: it follows from others.
 _DEFAULTS: dict[str, Keys] = {
@@ -169,3 +177,78 @@ def _to_rope_scaling(rope: RoPE) -> Keys | None:
     low, high, original = rope.bands.low, rope.bands.high, rope.bands.original_positions
     bands = dict(zip(_BANDS.values(), (low, high, original), strict=True))
     return {"rope_type": "llama3", "factor": rope.scaling} | bands
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether `path` is a Hugging Face folder, and no checkpoint of ours."""
+    path = Path(path).expanduser()
+    return os.path.isfile(path / CONFIG) and not os.path.lexists(path / "manifest.json")
+
+
+def read_folder(path: Path) -> tuple[Architecture, Keys]:
+    """Return a folder's architecture, and the keys of `model` that it says.
+
+    Raises UserError, with every problem, if it is of no use here.
+    """
+    try:
+        text = json.loads((path / CONFIG).read_bytes())
+        architecture = _architecture(path, text)
+        asked, keys = list(unknown(text, architecture)), from_hf(text, architecture)
+    except KeyError as error:
+        raise UserError.of(f"init_from={path}: its {CONFIG} has no {error.args[0]}", _NO_FOLDER) from None
+    except (OSError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        raise UserError.of(f"init_from={path}: its {CONFIG} cannot be read: {error}", _NO_FOLDER) from None
+    remedy = f"give a folder of {architecture.name} without it: no key of model says it"
+    problems = [Problem(f"init_from={path}: its {CONFIG} asks for {one}", remedy) for one in asked]
+    if not any((path / file).is_file() for file in (WEIGHTS, INDEX)):
+        cause = f"init_from={path}: it has no {WEIGHTS}; pickles (pytorch_model.bin) are never opened"
+        problems.append(Problem(cause, "save it with save_pretrained of transformers, which writes safetensors"))
+    if problems:
+        raise UserError(problems)
+    return architecture, keys
+
+
+def _architecture(path: Path, text: Keys) -> Architecture:
+    """Return the architecture that a `config.json` names. Raises UserError for one that is none of the three."""
+    named, kind = text.get("architectures"), text.get("model_type")
+    for one in ARCHITECTURES:
+        if named == [one.name] or (not named and kind == one.model_type):
+            return one
+    cause = f"init_from={path}: its architectures are {named!a:.100} (model_type {kind!a:.60})"
+    raise UserError.of(cause, f"give a folder of {SUPPORTED}")
+
+
+def check_model(model: ModelConfig, tokens: int | None, path: Path) -> Iterator[Finding]:
+    """Find every difference between `model` and a folder's. `tokens`: the tokenizer's ids, or None if unknown."""
+    try:
+        _, theirs = read_folder(path)
+    except UserError as error:
+        yield from (Finding(("init_from",), problem) for problem in error.problems)
+        return
+    follows = {
+        "n_kv_head": theirs["n_head"],
+        "head_size": theirs["n_embd"] // theirs["n_head"],
+        "mlp_width": 4 * theirs["n_embd"],
+        "rope_base": ROPE_BASE if theirs["positions"] == "rope" else None,
+    }
+    for key, value in theirs.items():
+        own = getattr(model, key)
+        own = follows.get(key) if own is None else own
+        if key == "vocab_size":
+            if (own or tokens or value) != value or (tokens or 0) > value:
+                cause = f"model.vocab_size={show(own)}, init_from={path}: its model has {value:,} ids"
+                cause += f", and the tokenizer {tokens:,}" if tokens else ""
+                keys = "model.vocab_size", "data.tokenizer", "init_from"
+                yield Finding(keys, Problem(cause, f"model.vocab_size={value}"))
+        elif not _is_same(key, own, value, theirs):
+            cause = f"model.{key}={show(own)}, init_from={path}: its model has {show(value)}"
+            yield Finding((f"model.{key}", "init_from"), Problem(cause, f"model.{key}={show(value)}"))
+
+
+def _is_same(key: str, own: Any, value: Any, theirs: Keys) -> bool:
+    """Compare a key's values. With RoPE, a run may use fewer positions than its model has."""
+    if key == "n_positions" and theirs["positions"] == "rope":
+        return bool(own <= value)
+    if key == "rope_scaling":
+        return bool((own or 1) == (value or 1))
+    return bool(own == value)

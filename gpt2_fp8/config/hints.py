@@ -113,5 +113,4 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
 def unknown_group(group: str, groups: Sequence[str]) -> tuple[str, str]:
     """Return cause and remedy for a group that does not exist."""
     matches = near(group, groups, 1)
-    have = f"the groups are {', '.join(groups)}"
-    return f"there is no group {group}", f"did you mean {matches[0]}? ({have})" if matches else have
+    return f"there is no group {group}", f"did you mean {matches[0]}?" if matches else f"there are {', '.join(groups)}"

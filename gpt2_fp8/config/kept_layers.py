@@ -17,8 +17,7 @@ from fnmatch import fnmatchcase
 
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding, show
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
 KEY = "precision.keep_bf16"
 Part = str  # a name of PARTS
@@ -26,18 +25,6 @@ PARTS: tuple[Part, ...] = ("qkv", "projection", "fc1", "fc2")
 ALL_PARTS = frozenset(PARTS)
 NO_PARTS: frozenset[Part] = frozenset()
 MLP = frozenset({"fc1", "fc2"})
-_ENDS = re.compile(r"(?:([1-9][0-9]{0,5})f)?(?:([1-9][0-9]{0,5})l)?")  # 1F1L: the first and the last
-_BLOCK = re.compile(r"(?:(?:\w+\.){0,3}(?:blocks?|layers?|h)\.)?([0-9]{1,6})", re.ASCII)
-_HEADS = ("lm_head", "heads", "output", "output_layer", "logits")
-_PARTS_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    **{part: (part,) for part in (*PARTS, "mlp")},
-    **dict.fromkeys(("attn", "attention", "self_attn", "self_attention"), ("qkv", "projection")),
-    **dict.fromkeys(("c_attn", "qkv_proj", "linear_qkv"), ("qkv",)),
-    **dict.fromkeys(("o_proj", "out_proj", "linear_proj"), ("projection",)),
-    **dict.fromkeys(("ffn", "feed_forward"), ("mlp",)),
-    **dict.fromkeys(("c_fc", "gate_proj", "up_proj", "linear_fc1"), ("fc1",)),
-    **dict.fromkeys(("down_proj", "linear_fc2"), ("fc2",)),
-}
 _ENDS = re.compile(r"(first|last)(?::([0-9]{1,6}))?")
 
 

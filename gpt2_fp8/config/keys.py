@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from functools import cache, partial
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.ranges import Range
@@ -13,36 +13,49 @@ from gpt2_fp8.config.ranges import Range
 hints_of = cache(partial(get_type_hints, include_extras=True))
 
 
+class Kind(NamedTuple):
+    """What a key may be.
+
+    Attributes:
+        members: of a union, each with the range that it or its list's items declare; of another type, itself.
+        classes: the dataclasses among them.
+        values: of a group whose keys are the user's own, the type of its values; None for any other key.
+    """
+
+    members: tuple[tuple[Any, Range | None], ...]
+    classes: tuple[Any, ...]
+    values: Any
+
+
+@cache
+def kind_of(hint: Any) -> Kind:
+    """Return what a type says of its key."""
+    inner, _ = _annotated(hint)
+    members: list[tuple[Any, Range | None]] = []
+    for member in get_args(inner) if get_origin(inner) in (Union, UnionType) else (hint,):
+        bare, notes = _annotated(member)
+        if get_origin(bare) is list:
+            item, of_items = _annotated(get_args(bare)[0])
+            bare, notes = list[item], (*notes, *of_items)  # type: ignore[valid-type]
+        ranges = [note for note in notes if isinstance(note, Range)]
+        members.append((bare, ranges[0] if ranges else None))
+    own = [get_args(member)[1] for member, _ in members if get_origin(member) is dict]
+    return Kind(tuple(members), tuple(m for m, _ in members if is_dataclass(m)), own[0] if own else None)
+
+
+def _annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type, and what `Annotated` says of it."""
+    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+
+
 def meanings(cls: type) -> dict[str, str]:
     """Return the meaning of each key of `cls` that says one."""
-    texts = {name: [m for m in _notes(hint) if isinstance(m, str)] for name, hint in hints_of(cls).items()}
+    texts = {name: [m for m in _annotated(hint)[1] if isinstance(m, str)] for name, hint in hints_of(cls).items()}
     return {name: found[0] for name, found in texts.items() if found}
 
 
 @cache
-def members_of(hint: Any) -> list[Any]:
-    """List the members of a union, each with its range; of any other type, itself."""
-    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return list(get_args(inner)) if get_origin(inner) in (Union, UnionType) else [hint]
-
-
-@cache
-def bare(member: Any) -> Any:
-    """Return a type without what `Annotated` says of it or of its items."""
-    member = get_args(member)[0] if get_origin(member) is Annotated else member
-    return list[bare(get_args(member)[0])] if get_origin(member) is list else member  # type: ignore[misc]
-
-
-@cache
-def range_of(member: Any) -> Range | None:
-    """Find the range that a type declares of itself or, if it is a list, of its items."""
-    if found := next((note for note in _notes(member) if isinstance(note, Range)), None):
-        return found
-    inner = get_args(member)[0] if get_origin(member) is Annotated else member
-    return range_of(get_args(inner)[0]) if get_origin(inner) is list else None
-
-
-def tag_field(classes: list[Any]) -> str:
+def tag_field(classes: tuple[Any, ...]) -> str:
     """Find the field whose Literal tells the classes of a union apart."""
     shared = [name for name in hints_of(classes[0]) if all(tags_of(c, name) for c in classes)]
     choices = {name: [tag for c in classes for tag in tags_of(c, name)] for name in shared}
@@ -59,25 +72,19 @@ def tags_of(cls: Any, field: str) -> tuple[str, ...]:
 
 
 @cache
-def _notes(hint: Any) -> tuple[Any, ...]:
-    """Return what `Annotated` says of a type."""
-    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-
-
-@cache
-def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
+def key_paths(cls: Any) -> dict[str, tuple[str, ...]]:
     """Return every key of `cls` and below, as a path, with the tags of the union's members that have it.
 
     A key outside of any union has no tags.
     """
     paths: dict[str, tuple[str, ...]] = {}
     for name, hint in hints_of(cls).items():
-        members = [m for m in members_of(hint) if is_dataclass(m)]
-        if not members:
+        classes = kind_of(hint).classes
+        if not classes:
             paths[name] = ()
-        for member in members:
-            tags = tags_of(cast("type", member), tag_field(members)) if len(members) > 1 else ()
-            for below, own in key_paths(cast("type", member)).items():
+        for member in classes:
+            tags = tags_of(member, tag_field(classes)) if len(classes) > 1 else ()
+            for below, own in key_paths(member).items():
                 key = f"{name}.{below}"
                 paths[key] = (*paths.get(key, ()), *(tags or own))
     return paths
@@ -86,10 +93,10 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
 def is_text(cls: type, key: str) -> bool:
     """Return whether a dotted key of `cls` is text or a list of texts, in a member of each union on its way."""
     name, _, below = key.partition(".")
-    members = [bare(member) for member in members_of(hints_of(cls).get(name))]
+    kind = kind_of(hints_of(cls).get(name))
     if below:
-        return any(is_text(cast("type", member), below) for member in members if is_dataclass(member))
-    return str in members or list[str] in members
+        return any(is_text(member, below) for member in kind.classes)
+    return any(member in (str, list[str]) for member, _ in kind.members)
 
 
 def value_of(config: object, key: str) -> object:

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 
 _CUDNN_STEP, _CUDNN_LARGEST = 8, 256  # sizes of heads, on Hopper (TE fused_attn.cpp; other GPUs: up to 128)
 

@@ -1,18 +1,20 @@
-"""Commands to type next, made of the words that the user has typed."""
+"""The words of command lines: to type next, made of those that the user has typed, and of a sweep's jobs."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpt2_fp8.config import run_length, sweep_plan
-from gpt2_fp8.config.amounts import as_typed
+from gpt2_fp8.config import run_length
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.typed import setting
+from gpt2_fp8.config.shown import as_typed, setting
 
 RUN = "python -m gpt2_fp8.run"
+PLAN = "sweep.json"  # the words of each job that a sweep was to run, so that a table can tell those that did not
 _PLACE = ("run_name", "ckpt_path", "hydra.run.dir")
 
 
@@ -62,7 +64,7 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
     if not saved:
         return "nothing was saved, and the same command begins again"
     if in_sweep:
-        sweep = next((above for above in folder.parents if (above / sweep_plan.NAME).is_file()), folder.parent)
+        sweep = next((above for above in folder.parents if (above / PLAN).is_file()), folder.parent)
         if sweep.parent == here / "outputs" and folder == sweep / folder.name and folder.name.isdecimal():
             return f"{shlex.quote(setting('run_name', sweep.name))} ckpt_path=last continues"
         return f"{shlex.quote(setting('hydra.sweep.dir', str(as_typed(sweep, here))))} ckpt_path=last continues"
@@ -103,3 +105,22 @@ def _placed(folder: Path, here: Path) -> list[str]:
     if folder.parent == here / "outputs":
         return [setting("run_name", folder.name)]
     return [setting("hydra.run.dir", str(as_typed(folder, here)))]
+
+
+def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:
+    """Replace the plan in `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{PLAN}.tmp"
+    temporary.write_text(json.dumps({"jobs": jobs}, indent=1))
+    os.replace(temporary, folder / PLAN)
+
+
+def jobs_of_plan(plan: Any) -> list[list[str]]:
+    """Return the jobs in a plan that was read; what has not their form is left out."""
+    jobs = plan.get("jobs") if isinstance(plan, dict) else None
+    return [job for job in jobs if is_words(job)] if isinstance(jobs, list) else []
+
+
+def is_words(value: object) -> bool:
+    """Return whether a value that was read is a list of words."""
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)

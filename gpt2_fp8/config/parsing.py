@@ -8,13 +8,13 @@ a number's range, and any key's meaning.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from gpt2_fp8.config import hints
-from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.keys import bare, hints_of, key_paths, members_of, range_of, show, tag_field, tags_of
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.keys import Kind, hints_of, key_paths, kind_of, show, tag_field, tags_of
+from gpt2_fp8.config.ranges import Range
 
 T = TypeVar("T")
 
@@ -29,93 +29,96 @@ def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Fi
 
     `path` is the key at which `data` is.
     """
-    builder = _Builder(tuple(key_paths(cast("type", cls))))
+    builder = _Builder(cls)
     value = builder.value(cls, data, path)
     assert (value is _BAD) == bool(builder.found), "a bad value is always explained"
     return (None if value is _BAD else cast("T", value)), builder.found
 
 
+def build_with_defaults(cls: type[T], data: dict[str, Any], default: dict[str, Any], problems: list[Problem]) -> T:
+    """Build an instance of a flat class; a wrong key has its default, after its problem was added to `problems`."""
+    built, found = build(cls, default | data)
+    problems += [finding.problem for finding in found]
+    if built is None:
+        wrong = {key for finding in found for key in finding.keys}
+        built, _ = build(cls, default | {key: value for key, value in data.items() if key not in wrong})
+        assert built is not None, "the defaults are right"
+    return built
+
+
 class _Builder:
-    def __init__(self, all_paths: tuple[str, ...]):
-        self.all_paths = all_paths
+    def __init__(self, cls: type):
+        self.cls = cls
         self.found: list[Finding] = []
 
     def value(self, hint: Any, value: object, path: str) -> Any:
-        members = members_of(hint)
-        classes = [m for m in members if is_dataclass(m)]
+        kind = kind_of(hint)
         if value == MISSING:
-            return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
-        if value is None and classes and NoneType in members:
-            return None
-        if classes:
-            return self._instance(classes, value, path)
-        keyed = next((m for m in members if get_origin(m) is dict), None)
-        if keyed is not None and (len(members) == 1 or isinstance(value, dict)):
-            return self._open(get_args(keyed)[1], value, path)
-        for member in members:
+            return self._bad(path, f"{path} has no value")
+        if kind.classes and not (value is None and len(kind.members) > len(kind.classes)):
+            return self._instance(kind.classes, value, path)
+        if kind.values is not None and (len(kind.members) == 1 or isinstance(value, dict)):
+            return self._open(kind.values, value, path)
+        for member, range_ in kind.members:
             if (matched := _match(member, value)) is not _BAD:
-                return self._in_range(member, matched, path)
-        return self._refuse([bare(member) for member in members], value, path)
+                return matched if range_ is None else self._in_range(range_, matched, path)
+        return self._refuse(kind, value, path)
 
-    def _in_range(self, member: Any, value: Any, path: str) -> Any:
+    def _in_range(self, range_: Range, value: Any, path: str) -> Any:
         """Return a value of the right type if it, or each item of a list, is in range."""
-        range_ = range_of(member)
-        for item in value if isinstance(value, list) else [value]:
-            if range_ and (refusal := range_.refusal(item)):
-                return self._bad(path, f"{path}={show(value)}: {refusal.reason}", refusal.remedy.replace("{key}", path))
+        for item in value if isinstance(value, list) else (value,):
+            if reason := range_.why_not(item):
+                return self._bad(path, f"{path}={show(value)}: {reason}")
         return value
 
-    def _instance(self, classes: list[Any], data: object, path: str) -> Any:
+    def _instance(self, classes: tuple[Any, ...], data: object, path: str) -> Any:
         if not isinstance(data, dict):
-            return self._bad(
-                path,
-                f"{path or 'the configuration'}={show(data)}: not a group of keys",
-                hints.UNCHOSEN.get(path, ""),
-            )
-        cls, tag = classes[0], None
+            cause = f"{path or 'the configuration'}={show(data)}: not a group of keys"
+            return self._bad(path, cause, hints.UNCHOSEN.get(path, ""))
+        cls, tag, prefix = classes[0], None, f"{path}." if path else ""
         if len(classes) > 1:
             field = tag_field(classes)
             tag = data.get(field)
-            choices = [t for c in classes for t in tags_of(c, field)]
-            if tag not in choices:
-                return self._bad(f"{path}.{field}", *hints.unknown_choice(f"{path}.{field}", show(tag), choices))
-            cls = next(c for c in classes if tag in tags_of(c, field))
-        known, before = hints_of(cls), len(self.found)
+            owners = {choice: c for c in classes for choice in tags_of(c, field)}
+            if tag not in owners:
+                key = f"{prefix}{field}"
+                return self._bad(key, *hints.unknown_choice(key, show(tag), list(owners)))
+            cls = owners[tag]
+        known, before, values = hints_of(cls), len(self.found), {}
         for key in data:
             if key not in known:
-                full = _join(path, str(key))
-                owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
-                self._bad(full, *hints.unknown_key(full, list(known), self.all_paths, owners, tag))
-        values = {}
-        for field_ in fields(cls):
-            full = _join(path, field_.name)
-            if field_.name in data:
-                values[field_.name] = self.value(known[field_.name], data[field_.name], full)
+                self._unknown(f"{prefix}{key}", key, classes, known, tag)
+        for name in known:
+            if name in data:
+                values[name] = self.value(known[name], data[name], prefix + name)
             else:
-                self._bad(
-                    full, f"{full} is missing", f"give it a value: +{full}={_example(members_of(known[field_.name]))}"
-                )
+                self._bad(prefix + name, f"{prefix}{name} is missing", f"give it a value: +{prefix}{name}=VALUE")
         return cls(**values) if len(self.found) == before else _BAD
+
+    def _unknown(self, path: str, key: str, classes: tuple[Any, ...], known: dict[str, Any], tag: object) -> None:
+        owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
+        self._bad(path, *hints.unknown_key(path, list(known), key_paths(self.cls), owners, tag))
 
     def _open(self, hint: Any, data: object, path: str) -> Any:
         """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
             return self._bad(path, f"{path}={show(data)}: needs keys with values", f"{path}.KEY=VALUE")
         before = len(self.found)
-        values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
+        values = {str(key): self.value(hint, value, f"{path}.{key}") for key, value in data.items()}
         return values if len(self.found) == before else _BAD
 
-    def _refuse(self, members: list[Any], value: object, path: str) -> Any:
+    def _refuse(self, kind: Kind, value: object, path: str) -> Any:
+        members = [member for member, _ in kind.members]
         literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]
         words = [*(_WORDS[m] for m in members if m in _WORDS), *literals]
-        words += ["keys with values"] if any(get_origin(m) is dict for m in members) else []
+        words += ["keys with values"] if kind.values is not None else []
         words.sort(key=lambda word: word == "null")  # last, as people say it
         if type(value) in (int, float) and float in members:
-            return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")
+            return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}=NUMBER")
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
-            return self._bad(path, f"{path}={show(value)}: needs a list of {several}", f"{path}={_example(lists)}")
+            return self._bad(path, f"{path}={show(value)}: needs a list of {several}", f"{path}='[one,two]'")
         meant = hints.near(str(value), literals, 1)
         remedy = f"{path}={meant[0]}" if meant else ""
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
@@ -130,11 +133,16 @@ def _match(member: Any, value: object) -> Any:
 
     A bool is no number, an int is a float too, and a whole number may be a name.
     """
-    member = bare(member)
-    if get_origin(member) is Literal:
-        return next((v for v in get_args(member) if type(v) is type(value) and v == value), _BAD)
-    if get_origin(member) is list:
-        items = [_match(get_args(member)[0], v) for v in value] if isinstance(value, list) else [_BAD]
+    if type(value) is member and member is not float:
+        return value
+    origin = get_origin(member)
+    if origin is Literal:
+        for choice in get_args(member):
+            if type(choice) is type(value) and choice == value:
+                return value
+        return _BAD
+    if origin is list and isinstance(value, list):
+        items = [_match(get_args(member)[0], v) for v in value]
         return _BAD if any(item is _BAD for item in items) else items
     if member is float and type(value) in (int, float):
         try:
@@ -144,20 +152,4 @@ def _match(member: Any, value: object) -> Any:
         return number if math.isfinite(number) else _BAD
     if member is str and type(value) is int:  # run_name=42
         return str(value)
-    return value if type(value) is member and member is not float else _BAD
-
-
-def _example(members: list[Any]) -> str:
-    first = bare(members[0])
-    if get_origin(first) is Literal:
-        return str(get_args(first)[0])
-    if get_origin(first) is list:
-        (item,) = get_args(first)
-        if get_origin(item) is Literal:
-            return f"'[{','.join(get_args(item)[:2])}]'"
-        return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(item, "'[one,two]'")
-    return {bool: "true", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    return _BAD

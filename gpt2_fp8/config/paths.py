@@ -1,52 +1,33 @@
-"""The texts and paths of a run's keys: whether they can be a name or a path, and whether a checkpoint is there."""
+"""The texts and paths of a run's keys: whether they can be a name or a path, and whether something is there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
-from gpt2_fp8.config import data_paths, hf_check, mixture, trained_folder
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import key_paths, show, value_of
+from gpt2_fp8.config import disk, hf_config, mixture, tokenizer_file
+from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
+from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
-_MAY_HOLD_ANYTHING = ("run_name", "callbacks.sample_prompt", "notes")  # the first has a message of its own
+Which = Literal["last", "best"]
+EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
 def check(config: RunConfig) -> list[Finding]:
     """Find everything that is wrong with the paths of a configuration."""
-    found = list(_texts(config))
-    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *data_paths.check(config)))]
+    found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
+    for name, source in mixture.sources_of(config.data):
+        found += (mixture.found_in(finding, name) for finding in _check_source(source))
+    return found
 
 
-def absolute(config: RunConfig, base: Path) -> RunConfig:
-    """Return the configuration with relative paths made absolute, as seen from the folder `base`."""
-
-    def placed(text: str) -> str:
-        return str(base / Path(text).expanduser()) if text else text
-
-    sources = [data_paths.placed(source, placed) for _, source in mixture.sources_of(config.data)]
-    data = mixture.with_sources(config.data, sources)
-    ckpt_path, init_from = config.ckpt_path, config.init_from
-    return replace(
-        config,
-        data=data,
-        ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
-        init_from=init_from if init_from is None else placed(init_from),
-    )
-
-
-def _texts(config: RunConfig) -> Iterator[Finding]:
-    """Check texts for what does harm in paths, requests and messages: a NUL, or a terminal's escape sequence."""
-    for key in key_paths(RunConfig):
-        value = value_of(config, key)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and not text.isprintable() and key not in _MAY_HOLD_ANYTHING:
-                yield Finding.of(key, f"{key}: {show(text)} has control characters")
-
-
-def _run_name(name: str) -> Iterator[Finding]:
+def _check_run_name(name: str) -> Iterator[Finding]:
     reason = None
     if not name.strip() or name != name.strip() or not name.isprintable():
         reason = "is no plain name"
@@ -56,14 +37,10 @@ def _run_name(name: str) -> Iterator[Finding]:
         yield Finding.of("run_name", f"run_name={show(name)}: {reason}", "hydra.run.dir=FOLDER puts a run elsewhere")
 
 
-def _checkpoints(config: RunConfig) -> Iterator[Finding]:
+def _check_checkpoints(config: RunConfig) -> Iterator[Finding]:
     if config.ckpt_path is not None and config.init_from is not None:
-        problem = Problem(
-            f"ckpt_path={show(config.ckpt_path)}, init_from={show(config.init_from)}: one continues a run, the other "
-            "starts one from weights",
-            "give one of them; after a first start from weights, ckpt_path=last alone continues",
-        )
-        yield Finding(("ckpt_path", "init_from"), problem)
+        cause = f"ckpt_path={show(config.ckpt_path)}, init_from={show(config.init_from)}: one continues a run, the "
+        yield Finding(("ckpt_path", "init_from"), Problem(cause + "other starts one from weights", "give one of them"))
     for key, value in (("ckpt_path", config.ckpt_path), ("init_from", config.init_from)):
         if value is None or (key == "ckpt_path" and value in ("last", "best")):
             continue
@@ -71,7 +48,104 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
         example = f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
         if not value or not path.is_dir():
             yield Finding.of(key, f"{key}={show(value)}: there is no such folder (looked in {Path.cwd()})", example)
-        elif trained_folder.is_run(path) and not trained_folder.is_checkpoint(path):
+        elif is_run(path) and not is_checkpoint(path):
             yield Finding.of(key, f"{key}={show(value)}: is a run's folder, and a checkpoint's is needed", example)
-        elif key == "ckpt_path" and hf_check.is_folder(path):
+        elif key == "ckpt_path" and hf_config.is_folder(path):
             yield Finding.of(key, f"{key}={show(value)}: is a Hugging Face folder", f"init_from={show(value)}")
+
+
+def _check_source(data: Mixed) -> Iterator[Finding]:
+    if isinstance(data, FileOrHubData) and data.path:
+        path = Path(data.path).expanduser()
+        if os.path.lexists(path) and (reason := disk.why_unreadable(path)):
+            yield Finding.of("data.path", f"data.path: {reason}")
+    if isinstance(data, (FilesData, TokenFilesData)):
+        if not data.train_files:
+            kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
+            example = f"data.train_files='[FILES]' ({kinds})"
+            yield Finding.of("data.train_files", "data.train_files is empty: nothing to train on", example)
+        for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+            yield from (Finding.of(key, cause) for pattern in patterns for cause in _check_pattern(key, pattern))
+        none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
+        if not data.val_files and data.val_sequences > 0 and none_held_out:
+            cause = "data.val_files=[]: nothing is held out to validate on"
+            yield Finding.of("data.val_files", cause, "data.val_sequences=0 for no validation")
+    if isinstance(data, TextData) and data.cache_dir is not None:
+        yield from disk.check_folder(data.cache_dir, "data.cache_dir")
+    try:
+        tokenizer_file.number_of_ids(data.tokenizer)
+    except UserError as error:
+        yield from (Finding(("data.tokenizer",), problem) for problem in error.problems)
+
+
+def _check_pattern(key: str, pattern: str) -> Iterator[str]:
+    matches = disk.find(pattern) if pattern else []
+    reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
+    if not matches:
+        yield f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
+    elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
+        yield f"{key}: {reasons[0]}"
+
+
+def absolute(config: RunConfig, base: Path) -> RunConfig:
+    """Return the configuration with relative paths made absolute, as seen from the folder `base`."""
+
+    def placed(text: str) -> str:
+        return str(base / Path(text).expanduser()) if text else text
+
+    sources = [_place_source(source, placed) for _, source in mixture.sources_of(config.data)]
+    ckpt_path, init_from = config.ckpt_path, config.init_from
+    return replace(
+        config,
+        data=mixture.with_sources(config.data, sources),
+        ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
+        init_from=init_from if init_from is None else placed(init_from),
+    )
+
+
+def _place_source(data: Mixed, placed: Callable[[str], str]) -> Mixed:
+    """Return a source with each of its paths replaced by what `placed` makes of it."""
+    if isinstance(data, (FilesData, TokenFilesData)):
+        train_files, val_files = (list(map(placed, names)) for names in (data.train_files, data.val_files))
+        data = replace(data, train_files=train_files, val_files=val_files)
+    if isinstance(data, FileOrHubData):
+        data = replace(data, path=placed(data.path))
+    if isinstance(data, TextData) and data.cache_dir is not None:
+        data = replace(data, cache_dir=placed(data.cache_dir))
+    if data.tokenizer not in tokenizer_file.NAMES:
+        data = replace(data, tokenizer=placed(data.tokenizer))
+    return data
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run's, with checkpoints below it."""
+    return os.path.isdir(path / "checkpoints")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder may be a checkpoint's."""
+    return os.path.lexists(path / "manifest.json")
+
+
+def why_no_model(path: Path) -> str | None:
+    """Return why a folder holds no trained model of this program, as part of a sentence; None if it may."""
+    if not os.path.isdir(path):
+        return f"{'is a file' if os.path.exists(path) else 'does not exist'} (looked in {Path.cwd()})"
+    if is_run(path) or is_checkpoint(path):
+        return None
+    if hf_config.is_folder(path):
+        return "it is a Hugging Face folder, and no checkpoint"
+    return "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
+
+
+def check_trained(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
+    """Find what is wrong with a program's `ckpt_path` and `checkpoint`, as far as the names of files tell."""
+    if not ckpt_path:
+        yield Problem(f"ckpt_path is {'empty' if ckpt_path == '' else 'missing'}: it names the model", EXAMPLES)
+        return
+    path, said = Path(ckpt_path.replace("\0", "\ufffd")).expanduser(), f"ckpt_path={show(ckpt_path)}"
+    if why := why_no_model(path):
+        importing = f"python -m gpt2_fp8.import_hf {shlex.quote(ckpt_path)} FOLDER makes a checkpoint of it"
+        yield Problem(f"{said}: {why}", importing if hf_config.is_folder(path) else EXAMPLES)
+    elif which == "best" and not is_run(path):
+        yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one", "leave checkpoint out")

@@ -1,4 +1,4 @@
-"""How long a run is. Its limits come to optimizer steps, the least of which holds, and the schedule ends there.
+"""How long a run is, and each rank's share of a step. A run's limits come to optimizer steps; the least of them holds.
 
 `max_tokens` is a budget: the run ends at the last step that stays within it (floor). `max_epochs` is a goal: the run
 ends at the first step by which so many passes' tokens were used (ceil). `max_time` gives no steps. It only stops.
@@ -14,6 +14,7 @@ from pathlib import Path
 from gpt2_fp8.config.data_schema import FileOrHubData, HubData
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
+from gpt2_fp8.config.model_checks import largest_divisor
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
@@ -78,7 +79,7 @@ def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
     return replace(config, trainer=replace(config.trainer, max_steps=last_step(config, tokens_a_pass)))
 
 
-def fitted(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
+def fit_schedule(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
     """Return the configuration with a warm-up and a decay that fit the run, unless their keys are `typed`.
 
     A group's values are meant for its own number of steps. What was typed is kept, for `check` to refuse.
@@ -95,11 +96,34 @@ def fitted(config: RunConfig, typed: Container[str], tokens_a_pass: int | None =
     return config if optim == config.optim else replace(config, optim=optim)
 
 
-def said(before: OptimConfig, config: RunConfig) -> Iterator[str]:
-    """Yield in words what `fitted` has made of the settings `before`."""
+def describe_schedule(before: OptimConfig, config: RunConfig) -> Iterator[str]:
+    """Yield in words what `fit_schedule` has made of the settings `before`."""
     for key, what in (("warmup_steps", "warm-up"), ("decay_steps", "decay")):
         if (was := getattr(before, key)) != (now := getattr(config.optim, key)):
             yield f"{what:<10} {now:,} steps instead of {was:,}, which do not fit the run; optim.{key}=NUMBER sets them"
+
+
+def fit_micro_batch(config: RunConfig, world_size: int, typed: Container[str], alone: bool = True) -> RunConfig:
+    """Return the configuration with a micro-batch that divides a rank's share of a step, unless the key is `typed`.
+
+    It is only ever lowered. What the ranks cannot share at all is left, for `checks.check_batch` to refuse, and so is
+    the micro-batch of a run of one process that is `alone`: no launcher may have started others before.
+    """
+    micro, whole = config.micro_batch_size, config.global_batch_size
+    if micro == "auto" or (alone and world_size == 1) or whole % world_size or "micro_batch_size" in typed:
+        return config
+    fits = largest_divisor(whole // world_size, micro)
+    return config if fits == micro else replace(config, micro_batch_size=fits)
+
+
+def describe_micro_batch(before: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Yield in words what `fit_micro_batch` has made of the micro-batch of `before`."""
+    was, now = before.micro_batch_size, config.micro_batch_size
+    if was != now:
+        yield (
+            f"micro-batch {now} instead of {was}, which does not divide a process's share of the "
+            f"{config.global_batch_size} sequences of a step; micro_batch_size=NUMBER sets it"
+        )
 
 
 def seconds(time: str) -> int | None:
@@ -124,26 +148,31 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
     if not (known := limits(config, tokens_a_pass)):
         if config.trainer.max_epochs is None:
             keys = "trainer.max_steps trainer.max_tokens trainer.max_epochs"
-            remedy = "give one: trainer.max_steps=NUMBER, trainer.max_tokens=NUMBER or trainer.max_epochs=NUMBER"
-            yield finding(config, keys, "the learning rate needs an end of the run, in steps", remedy)
+            yield finding(config, keys, "the learning rate needs an end of the run, in steps")
         return
     if min(known.values()) < 1:
-        reason = f"a step has {tokens_a_step(config):,} tokens"
-        yield finding(config, "trainer.max_tokens", reason, f"trainer.max_tokens={tokens_a_step(config)} or more")
+        yield finding(config, "trainer.max_tokens", f"a step has {tokens_a_step(config):,} tokens")
         return
-    limit = shortest(config, tokens_a_pass)
-    yield from _schedule(config, limit, known[limit])
-    yield from _in_bf16(config, limit, known[limit])
+    yield from misfits(config, tokens_a_pass)
+    if config.optim.schedule == "warmup_stable_decay" and config.optim.decay_steps is None:
+        reason = "the steps at the end in which the rate falls are not given"
+        yield finding(config, "optim.schedule optim.decay_steps", reason)
 
 
 def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
     """Find steps of one kind that do not fit a run. `check` finds them too; its rates can be drawn all the same."""
     known = limits(config, tokens_a_pass)
-    known_shape = config.optim.schedule != "warmup_stable_decay" or config.optim.decay_steps is not None
-    if known_shape and min(known.values(), default=0) >= 1:
-        limit = shortest(config, tokens_a_pass)
-        yield from _schedule(config, limit, known[limit])
-        yield from _in_bf16(config, limit, known[limit])
+    steps, warmup, decay = min(known.values(), default=0), config.optim.warmup_steps, config.optim.decay_steps
+    if steps < 1:
+        return
+    limit = shortest(config, tokens_a_pass)
+    if warmup > steps:
+        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run")
+    elif decay is not None and decay > steps - warmup:
+        keys = f"optim.decay_steps {limit} optim.warmup_steps"
+        yield finding(config, keys, "the decay is longer than what follows the warm-up")
+    if bf16_last_steps(config) >= steps:
+        yield finding(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
 
 
 def _time(config: RunConfig) -> Iterator[Finding]:
@@ -156,42 +185,13 @@ def _epochs(config: RunConfig) -> Iterator[Finding]:
     """Find passes over a text that has none, or whose length nobody knows before the first is over."""
     data = config.data
     if config.callbacks.keep_epochs and config.trainer.max_epochs is None:
-        remedy = "add trainer.max_epochs=NUMBER, or leave callbacks.keep_epochs out"
-        yield finding(config, "callbacks.keep_epochs trainer.max_epochs", "no epochs are counted", remedy)
+        yield finding(config, "callbacks.keep_epochs trainer.max_epochs", "no epochs are counted")
     if config.trainer.max_epochs is None:
         return
     if config.trainer.overfit_batches:
         reason = "the first steps' data is repeated, and there are no passes over the text"
-        remedy = "leave one of them out, and give trainer.max_steps=NUMBER"
-        yield finding(config, "trainer.max_epochs trainer.overfit_batches", reason, remedy)
+        yield finding(config, "trainer.max_epochs trainer.overfit_batches", reason)
     here = isinstance(data, FileOrHubData) and Path(data.path).expanduser().is_file()
     if isinstance(data, HubData) and not here:
         reason = "a hub's text is streamed, and its tokens are not counted before the first pass is over"
-        remedy = "trainer.max_epochs=null, and the passes' tokens as trainer.max_tokens=NUMBER"
-        yield finding(config, "trainer.max_epochs data.repo", reason, remedy)
-
-
-def _in_bf16(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
-    """Find last steps in bf16 that leave none for FP8."""
-    if bf16_last_steps(config) >= steps:
-        reason = "no step would compute in FP8"
-        remedy = f"precision.bf16_last_steps={max(1, steps // 20) if steps > 1 else 0}"
-        yield finding(config, f"precision.bf16_last_steps {limit}", reason, remedy)
-
-
-def _schedule(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
-    """Find a warm-up that is longer than the run, and a decay that is longer than what follows the warm-up."""
-    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps
-    if warmup > steps:
-        enough = {"trainer.max_steps": warmup, "trainer.max_tokens": warmup * tokens_a_step(config)}
-        longer = f"{limit}={enough[limit]} or more" if limit in enough else f"a larger {limit}"
-        remedy = f"add optim.warmup_steps={steps // 10}, or {longer}"
-        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run", remedy)
-    elif config.optim.schedule == "warmup_stable_decay" and decay is None:
-        reason = "the steps at the end in which the rate falls are not given"
-        remedy = f"add optim.decay_steps={max(1, (steps - warmup) // 5)}"
-        yield finding(config, "optim.schedule optim.decay_steps", reason, remedy)
-    elif decay is not None and decay > steps - warmup:
-        remedy = f"optim.decay_steps={steps - warmup} or less" if steps > warmup else "a longer run, or less warm-up"
-        keys = f"optim.decay_steps {limit} optim.warmup_steps"
-        yield finding(config, keys, "the decay is longer than what follows the warm-up", remedy)
+        yield finding(config, "trainer.max_epochs data.repo", reason)

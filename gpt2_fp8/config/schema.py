@@ -2,8 +2,7 @@
 
 `conf/` holds the values. `parsing.py` builds these classes from a composed dictionary. `checks.py` compares keys with
 each other. If a group's choice decides which keys exist (precision, recipe, data, optimizer), each choice has a class,
-distinguished by `name` or `kind`. So no key is accepted that would do nothing. Those of `data` are in `data_schema.py`,
-those of `precision` and `recipe` in `precision_schema.py`.
+distinguished by `name` or `kind`. So no key is accepted that would do nothing. Those of `data` are in `data_schema.py`.
 """
 
 from __future__ import annotations
@@ -20,31 +19,23 @@ from gpt2_fp8.config.data_schema import (
     StdlibData,
     TokenFilesData,
 )
-from gpt2_fp8.config.precision_schema import (
-    AutoRecipe,
-    DelayedRecipe,
-    FP8PrecisionConfig,
-    PlainPrecisionConfig,
-    StatelessRecipe,
-)
 from gpt2_fp8.config.ranges import (
     Amount,
     Count,
     Devices,
     Epochs,
-    Epsilon,
-    KeptPart,
     Part,
     Positive,
+    Range,
     Repeated,
     ScalingFactor,
     Seed,
     Sequences,
+    Share,
     Steps,
     StepSequences,
     Tokens,
     at_least,
-    from_to,
 )
 
 Recompute = Literal["none", "mlp", "full"]
@@ -67,7 +58,7 @@ class ModelConfig:
     head_size: Count | None = None  # channels of a head; null: n_embd / n_head
     qk_norm: bool = False  # RMSNorm of queries and keys, head by head, before positions
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_epsilon: Epsilon = 1e-5  # of every normalisation
+    norm_epsilon: Share = 1e-5  # of every normalisation
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
     positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions
@@ -84,17 +75,71 @@ FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")  # fields of ModelCon
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlainPrecisionConfig:
+    """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
+
+    name: Literal["fp32", "bf16"]
+    backend: Literal[
+        "auto", "fused", "te", "torchao", "reference", "emulated"
+    ]  # what computes it; auto: reference, plain torch (compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8PrecisionConfig:
+    """float32 weights, bfloat16 activations, FP8 matrix products.
+
+    `conf/` gives `evaluation` to a new run. The default here is what a checkpoint without that key was trained with.
+    """
+
+    name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
+    keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)
+    backward: Literal["fp8", "bf16", "bf16_wgrad"] = "fp8"  # or both products of the backward in bf16, or one
+    # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device; auto: the
+    # first of fused, te and torchao that can
+    backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
+    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
+    bf16_last_steps: Steps = 0  # how many steps at the end of the run compute in bf16
+    fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
+    fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedRecipe:
+    """Scales from the largest values of past steps: one read of each tensor, the fastest."""
+
+    name: Literal["delayed"]
+    margin: Annotated[int, at_least(0, 100, "powers of two")]  # powers of two of headroom left in every scale
+    amax_history_len: Annotated[int, at_least(1, 10**6, "steps")]  # steps remembered
+    amax_compute_algo: Literal["max", "most_recent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatelessRecipe:
+    """current: a scale from the tensor itself. rowwise: one a row. block: one per 128 values. mxfp8: one per 32."""
+
+    name: Literal["current", "rowwise", "block", "mxfp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRecipe:
+    """The backend's own."""
+
+    name: Literal["auto"]
+    delayed: DelayedRecipe  # what it is where it is delayed scaling
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Rates, decay and clipping; a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
 
     lr: Positive  # the peak
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
-    min_lr_ratio: Annotated[float, from_to(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
+    min_lr_ratio: Annotated[float, Range(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps
     decay_steps: Count | None = None  # the last steps, in which warmup_stable_decay falls; null for the others
     weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
-    beta1: KeptPart
-    beta2: KeptPart
+    beta1: Part
+    beta2: Part
     eps: Positive
     max_grad_norm: Positive  # gradients are clipped to this global L2 norm
 
@@ -112,8 +157,8 @@ class MuonOptimizer:
 
     name: Literal["muon"]
     matrix_lr: Positive | None  # the peak for them; null: optim.lr, since their updates are scaled to AdamW's size
-    momentum: KeptPart
-    ns_steps: Annotated[int, from_to(1, 99, "choose 5, as its authors do")]  # Newton-Schulz iterations of an update
+    momentum: Part
+    ns_steps: Annotated[int, Range(1, 99)]  # Newton-Schulz iterations of an update
 
 
 OptimizerConfig = AdamWOptimizer | MuonOptimizer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2_fp8.config import globs
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.data import file_check, formats
@@ -95,19 +95,19 @@ def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem
     """Return the files that `patterns` name, each once, as it is named first; by their real paths."""
     found: dict[str, Path] = {}
     for pattern in patterns:
-        matches = globs.find(pattern)
-        reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
+        matches = disk.find(pattern)
+        reasons = {path: reason for path in matches if (reason := disk.why_unreadable(path))}
         named = [path for path in matches if not str(path).isprintable()]
         files = [path for path in matches if path not in reasons]
         if not matches:
             what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
             problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
         elif named:
-            problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
+            problems.append(Problem(str(disk.why_unreadable(named[0])), "rename the file, or leave it out"))
         elif not files:
             problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
         for path in files:
-            found.setdefault(globs.real(path), path)
+            found.setdefault(disk.real_path(path), path)
     empty = {path: None for path in found.values() if path.stat().st_size == 0 and path.name.lower().endswith(kinds)}
     if empty:
         first = ", ".join(map(str, [*empty][:5]))

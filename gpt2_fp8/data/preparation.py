@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.data_schema import TextOfARun
+from gpt2_fp8.config.shown import duration
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.ids import dtype_of
 from gpt2_fp8.data.needed import Walk, walks

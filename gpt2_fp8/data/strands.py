@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
-from gpt2_fp8.config import globs
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.mixture import as_named
 from gpt2_fp8.data.corpus_check import check_trainable
@@ -28,7 +28,7 @@ _Group = tuple[str, str, float]  # a source, which documents are its units', and
 
 def check(trained: Iterable[Unit], held_out: Iterable[Unit]) -> None:
     """Compare what all sources train on with what they validate with. Raises UserError for each file of both."""
-    real = cache(globs.real)
+    real = cache(disk.real_path)
     files: dict[_File, dict[_Group, list[Unit]]] = defaultdict(lambda: defaultdict(list))
     for unit in held_out:
         files[real(unit.path), unit.version][unit.source, unit.side, unit.val_fraction].append(unit)

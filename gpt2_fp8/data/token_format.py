@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_fp8.config.document_borders import LLAMA_3, LLM_C
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.mixture import LLAMA_3, LLM_C
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.ids import Tokens, dtype_of

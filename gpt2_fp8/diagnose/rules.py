@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpt2_fp8.config import fp8_units
+from gpt2_fp8.config import backend_support
 from gpt2_fp8.diagnose.facts import Facts, Finding
 
 LAYERS = {"fused": "the fused layers", "te": "Transformer Engine's layers", "torchao": "torchao"}
@@ -53,11 +53,11 @@ def _has_gpu(facts: Facts) -> bool:
 
 def _units(facts: Facts) -> tuple[int, int] | None:
     """Return the compute capability of the GPU that a run takes."""
-    return fp8_units.parsed(facts.capability or (facts.gpus[0][1] if facts.gpus else None))
+    return backend_support.parse_version(facts.capability or (facts.gpus[0][1] if facts.gpus else None))
 
 
 def _may_fp8(facts: Facts) -> bool:
-    return _has_gpu(facts) and (_units(facts) or fp8_units.NEEDED) >= fp8_units.NEEDED
+    return _has_gpu(facts) and (_units(facts) or backend_support.FP8_CAPABILITY) >= backend_support.FP8_CAPABILITY
 
 
 def _gpu(facts: Facts) -> Iterator[Finding]:
@@ -76,15 +76,15 @@ def _gpu(facts: Facts) -> Iterator[Finding]:
     for number, (name, capability) in enumerate(facts.gpus):
         yield Finding("GPU", "ok", f"{number}: {name}, compute capability {capability}")
     if not _may_fp8(facts):
-        units = [fp8_units.parsed(capability) for _, capability in facts.gpus]
-        able = [number for number, has in enumerate(units) if has and has >= fp8_units.NEEDED]
+        units = [backend_support.parse_version(capability) for _, capability in facts.gpus]
+        able = [number for number, has in enumerate(units) if has and has >= backend_support.FP8_CAPABILITY]
         other = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={able[0]}" if able else None
         what = f"the first GPU has compute capability {'.'.join(map(str, _units(facts) or ()))}, and FP8 needs 8.9"
         yield Finding("GPU", "fail", what, None, other or "python -m gpt2_fp8.run precision=bf16")
 
 
 def _driver(facts: Facts) -> Iterator[Finding]:
-    can, built = fp8_units.parsed(facts.driver_cuda), fp8_units.parsed(facts.torch_cuda)
+    can, built = backend_support.parse_version(facts.driver_cuda), backend_support.parse_version(facts.torch_cuda)
     if not _has_gpu(facts):
         return
     if can and built and can[0] < built[0] and not facts.available:
@@ -139,7 +139,7 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
     version, error = facts.libraries.get("flash-attn-4"), facts.errors.get("flash-attn-4")
     if version and not error:
         yield Finding("FlashAttention", "ok", version)
-    elif (_units(facts) or (0,))[0] == fp8_units.HOPPER:
+    elif (_units(facts) or (0,))[0] == backend_support.HOPPER:
         what, why = error or "flash-attn-4 is not installed", "The fused layers are slower without it."
         yield Finding("FlashAttention", "warn", what, why, 'pip install -e ".[fa4]"')
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpt2_fp8.config.precision_schema import DelayedRecipe, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.precision.stored_scales import at_limit
 

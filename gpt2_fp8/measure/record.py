@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.table import Measured, Row

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.precision.recipes import formats
 
 

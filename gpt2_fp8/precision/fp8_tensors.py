@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from gpt2_fp8.config.kept_layers import PARTS, kept
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.precision.recipes import formats
 
 Kind = Literal["input", "weight", "gradient"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.precision import magnitudes, state
 from gpt2_fp8.runtime import collectives
 

@@ -7,14 +7,14 @@ import importlib.util
 import torch
 
 from gpt2_fp8.compat import torchao
-from gpt2_fp8.config.fp8_units import HOPPER, NEEDED, NEEDED_BY_ROWS
+from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
 
 _NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 
 def why_no_fp8_units() -> str | None:
     """Return why the GPU has no FP8 matrix units, whatever computes with them; None if it has."""
-    return _why_no_cuda() or _too_old("FP8", NEEDED)
+    return _why_no_cuda() or _too_old("FP8", FP8_CAPABILITY)
 
 
 def why_not_te_fp8() -> str | None:
@@ -40,7 +40,7 @@ def why_no_torchao() -> str | None:
 
 def why_not_rowwise() -> str | None:
     """Return why the GPU cannot do FP8 products with a scale a row; None if it can."""
-    return _too_old("recipe=rowwise", NEEDED_BY_ROWS)
+    return _too_old("recipe=rowwise", ROWWISE_CAPABILITY)
 
 
 def _why_no_cuda() -> str | None:
@@ -59,7 +59,7 @@ def _too_old(what: str, needed: tuple[int, int]) -> str | None:
 
 def has_fp8_conversion() -> bool:
     """Return whether the CUDA GPU converts to FP8 in hardware, as compiled code does."""
-    return torch.cuda.get_device_capability() >= NEEDED
+    return torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
 def why_no_transformer_engine() -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.reports import curves
 from gpt2_fp8.reports.curves import Curve
@@ -106,7 +106,7 @@ def below(top: Path) -> Iterator[Path]:
 def summary(folder: Path) -> dict[str, Any]:
     """Return a run's `summary.json`. Raises ValueError with the reason if there is none that can be read."""
     try:
-        found = json_file.read(folder / SUMMARY)
+        found = disk.read_json(folder / SUMMARY)
     except FileNotFoundError:
         raise ValueError("no summary.json: it was killed, or still runs") from None
     except (OSError, ValueError) as error:

@@ -15,9 +15,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import json_file, sweep_plan
-from gpt2_fp8.config.amounts import as_typed
-from gpt2_fp8.config.typed import meant
+from gpt2_fp8.config import disk, own_words
+from gpt2_fp8.config.shown import as_typed, meant
 from gpt2_fp8.reports import render, runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -64,8 +63,8 @@ def read(folder: Path) -> list[Job]:
     ran = {frozenset(job.words) for job in jobs}
     plan: Any = None
     with suppress(OSError, ValueError):
-        plan = json_file.read(folder / sweep_plan.NAME)
-    missing = [words for words in sweep_plan.jobs_of(plan) if frozenset(words) not in ran]
+        plan = disk.read_json(folder / own_words.PLAN)
+    missing = [words for words in own_words.jobs_of_plan(plan) if frozenset(words) not in ran]
     return sorted([*jobs, *(Job("", tuple(words), NOT_RUN) for words in missing)], key=lambda job: job.order)
 
 
@@ -131,7 +130,7 @@ def _job(path: Path, name: str) -> Job:
     figures = {column: runs.at(found, (int, float), key) for column, key, _ in _FIGURES}
     return Job(
         folder=name,
-        words=tuple(words) if words and sweep_plan.is_words(words) else _hydras_words(path),
+        words=tuple(words) if words and own_words.is_words(words) else _hydras_words(path),
         status=status if status in _RANKS else UNFINISHED,
         message="; ".join(filter(None, told)),
         figures={column: value for column, value in figures.items() if value is not None},
@@ -143,4 +142,4 @@ def _hydras_words(path: Path) -> tuple[str, ...]:
     words = None
     with suppress(OSError, ValueError, yaml.YAMLError):
         words = yaml.safe_load((path / runs.HYDRA / "overrides.yaml").read_text(encoding="utf-8"))
-    return tuple(words) if words and sweep_plan.is_words(words) else ()
+    return tuple(words) if words and own_words.is_words(words) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.config.errors import RunError, UserError
@@ -20,27 +21,16 @@ VERSION = f"gpt2_fp8 {__version__}"
 _FOLDER = Path(__file__).resolve().parents[1]
 
 
-class Program(NamedTuple):
-    """A program: its name, and what it does, by the first line of its docstring."""
-
-    name: str
-    about: str
-
-    @property
-    def command(self) -> str:
-        """Return how it is typed."""
-        return f"python -m gpt2_fp8.{self.name}"
-
-
-def names(folder: Path = _FOLDER) -> list[str]:
+def names() -> list[str]:
     """Return the programs' names: `run`, which trains, before the others. No program is imported."""
-    found = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    found = sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
     return sorted(found, key=lambda name: name != "run")
 
 
-def table(folder: Path = _FOLDER) -> list[Program]:
-    """Return the programs with what they do. Their files are read, and not run."""
-    return [Program(name, _about(folder / f"{name}.py")) for name in names(folder)]
+def table() -> dict[str, str]:
+    """Return what each program does, by the first line of its docstring. Their files are read, and not run."""
+    texts = {name: ast.get_docstring(ast.parse((_FOLDER / f"{name}.py").read_bytes())) or "" for name in names()}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
 
 
 def asks_version(argv: list[str]) -> bool:
@@ -57,6 +47,16 @@ def answered(argv: list[str], help_text: Callable[[], str]) -> bool:
     else:
         return False
     return True
+
+
+def parser(name: str, description: str, exits: str = "", epilog: str = "", **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of a program, with what all have: `--version`, and the exit codes below the help."""
+    exits = exits or "1 the files could not be written; "
+    epilog = f"{epilog} Exit codes: 0 done; {exits}2 your input; 130 stopped.".strip()
+    prog = f"python -m gpt2_fp8.{name}"
+    made = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, **options)
+    made.add_argument("--version", action="version", version=VERSION)
+    return made
 
 
 def begin() -> None:
@@ -138,8 +138,3 @@ def without_reader() -> int:
 def _drop_output() -> None:
     """Drop what is still buffered, which Python would flush once more at its end, and exit with 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _about(path: Path) -> str:
-    lines = (ast.get_docstring(ast.parse(path.read_bytes())) or "").splitlines()
-    return lines[0] if lines else ""

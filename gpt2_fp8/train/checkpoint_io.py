@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchC
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.shown import duration
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.own_words import Typed, going_on
-from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import collectives, host_memory, rendezvous

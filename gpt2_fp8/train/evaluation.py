@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from gpt2_fp8.backends.resolve import Plan, as_before, resolve
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.config import ranking_file
+from gpt2_fp8.config import programs
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.config.evaluate_schema import EvaluateConfig, in_own_words
+from gpt2_fp8.config.errors import Diverged
+from gpt2_fp8.config.programs import EvaluateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
@@ -61,8 +61,6 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     trainer = _trainer(config, plan, [clock, memory])
     try:
         (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
-    except UserError as error:  # of the text, in a run's words
-        raise UserError(map(in_own_words, error.problems)) from None
     except SystemExit as end:  # Lightning's answer to Ctrl-C
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -73,7 +71,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     found |= {"seconds": clock.seconds, "tokens_per_second": found["tokens"] / clock.seconds}
     found |= _memory(memory, device)
     if own.ranking is not None:
-        items = ranking_file.read(own.ranking, [])
+        items = programs.read_ranking(own.ranking, [])
         found["ranking"] = rank(module, data.tokenizer, items, config.model.n_positions, config.micro_batch)
     return found
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import hf_folder
 from gpt2_fp8.checkpoint.load import read_weights
-from gpt2_fp8.config import hf_check
+from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.model import hf_names
 from gpt2_fp8.model.hf_names import Place
@@ -22,9 +22,9 @@ def read(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
 
     Raises CheckpointError for weights that are damaged, or no weights of the model.
     """
-    if not hf_check.is_folder(path):
+    if not hf_config.is_folder(path):
         return read_weights(path)
-    architecture, _ = hf_check.read(path)
+    architecture, _ = hf_config.read_folder(path)
     where = hf_names.places(model, architecture, vocab_size)
     with hf_folder.opened(path) as tensors:
         stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)

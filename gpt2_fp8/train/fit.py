@@ -21,7 +21,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config import output_folder, own_words, rank_share
+from gpt2_fp8.config import disk, own_words, run_length
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed
@@ -108,7 +108,7 @@ def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed
 
 def _refuse_taken(folder: Path) -> None:
     """Raise UserError if a folder that was free when the command line was checked holds another run by now."""
-    if found := output_folder.check_untaken(folder):
+    if found := disk.check_untaken(folder):
         raise UserError(finding.problem for finding in found)
 
 
@@ -143,8 +143,9 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
-    before, config = config, rank_share.fitted(config, world_size, typed)  # `trainer.devices=auto` is known only now
-    for line in rank_share.said(before, config):
+    before = config
+    config = run_length.fit_micro_batch(config, world_size, typed)  # `trainer.devices=auto` is known only now
+    for line in run_length.describe_micro_batch(before, config):
         log.info(line)
     check_batch(config, world_size)
     config, limit, epoch_ends = resolve_length(config, rank(), typed)

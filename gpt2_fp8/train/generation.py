@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from gpt2_fp8.backends.resolve import unaccelerated
-from gpt2_fp8.config import generate_schema, mixture, tokenizer_file
+from gpt2_fp8.config import mixture, programs, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.text_stream import TextStream
 from gpt2_fp8.data.tokenizer import load_tokenizer
@@ -60,7 +60,7 @@ class Generation:
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
         self.tokenizer = _tokenizer(found.config)
-        self.prompts = generate_schema.beginnings(config, [])
+        self.prompts = programs.beginnings(config, [])
         self._typed = list(map(self.tokenizer.encode_ordinary, self.prompts))
         separator = [self.tokenizer.eot_token]
         self._ids = [ids if text else separator for text, ids in zip(self.prompts, self._typed, strict=True)]
@@ -156,14 +156,11 @@ def _with_tokenizer(config: RunConfig, name: str) -> RunConfig:
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Load the tokenizer. Raises UserError if it is gone, or has more ids than the model."""
-    try:
-        ids, has = tokenizer_file.number_of_ids(config.data.tokenizer), vocabulary(config)
-        if ids > has:
-            cause = f"tokenizer={show(config.data.tokenizer)} has {ids:,} ids, and the model {has:,}"
-            raise UserError.of(cause, "tokenizer=PATH of the one that it was trained with")
-        return load_tokenizer(config.data.tokenizer)
-    except UserError as error:
-        raise UserError([generate_schema.as_own(problem) for problem in error.problems]) from None
+    ids, has = tokenizer_file.number_of_ids(config.data.tokenizer), vocabulary(config)
+    if ids > has:
+        cause = f"tokenizer={show(config.data.tokenizer)} has {ids:,} ids, and the model {has:,}"
+        raise UserError.of(cause, "tokenizer=PATH of the one that it was trained with")
+    return load_tokenizer(config.data.tokenizer)
 
 
 def _build(found: Trained, device: Literal["cuda", "cpu"], dtype: torch.dtype) -> GPT2:

@@ -8,8 +8,7 @@ from dataclasses import asdict
 import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.config.keys import show, value_of
-from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 
 _ALWAYS = ("optim.lr", "seed")
 _NO_DIFFERENCE = {"run_name", "ckpt_path", "notes"}

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config import hf_config, own_words
-from gpt2_fp8.config.amounts import as_typed, counted, duration
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
-from gpt2_fp8.config.typed import setting
+from gpt2_fp8.config.shown import as_typed, counted, duration, setting
 from gpt2_fp8.runtime import programs, ranks
 from gpt2_fp8.runtime.ranks import OWN, VARIABLES
 from gpt2_fp8.train.summary import Summary

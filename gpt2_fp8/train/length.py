@@ -46,8 +46,8 @@ def resolve_length(config: RunConfig, rank: int, typed: Container[str] = (), dra
     tokens = int(os.environ.get(_TOKENS, 0)) if rank else 0
     tokens = tokens or tokens_a_pass(config.data, config.model.n_positions, tuple(config.plugins))
     os.environ[_TOKENS] = str(tokens)
-    before, config = config.optim, run_length.fitted(config, typed, tokens)
-    for line in run_length.said(before, config):
+    before, config = config.optim, run_length.fit_schedule(config, typed, tokens)
+    for line in run_length.describe_schedule(before, config):
         log.info(line)
     allowed = list(run_length.misfits(config, tokens)) if drawn else []
     if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:

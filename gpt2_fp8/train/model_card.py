@@ -7,12 +7,10 @@ import math
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config import mixture
-from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.data_schema import HubData
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.shown import counted, line
 
 NAME = "README.md"
 

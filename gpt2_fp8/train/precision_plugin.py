@@ -20,8 +20,7 @@ from gpt2_fp8.backends.convert import Conversion, Recipe
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.state import agree
 from gpt2_fp8.runtime import devices

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
-from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import value_of
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule

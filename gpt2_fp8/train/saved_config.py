@@ -16,9 +16,9 @@ from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import (
     CallbacksConfig,
+    FP8PrecisionConfig,
     LoggerConfig,
     ModelConfig,
     OptimConfig,

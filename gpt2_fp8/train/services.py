@@ -17,7 +17,7 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.schema import MLflowConfig, RunConfig, WandbConfig
 from gpt2_fp8.engine.histograms import TensorStats
 
@@ -48,7 +48,7 @@ def fresh(environment: Mapping[str, str] = os.environ) -> str:
 
 def _read(folder: Path) -> dict[str, str]:
     with suppress(OSError, ValueError, RecursionError):
-        found = json_file.read(folder / FILE)
+        found = disk.read_json(folder / FILE)
         if isinstance(found, dict):
             return {str(key): value for key, value in found.items() if isinstance(value, str) and _ID.fullmatch(value)}
     return {}

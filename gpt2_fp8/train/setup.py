@@ -15,11 +15,11 @@ from gpt2_fp8.callbacks.kernels_in_use import tell
 from gpt2_fp8.checkpoint import load, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary

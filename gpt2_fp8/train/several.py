@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import JobError, Stopped
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks, signals
@@ -43,7 +43,7 @@ def job(count: int, words: Sequence[str], folder: Path) -> float | None:
         raise Stopped(code - 128)
     if not (folder / summary.NAME).is_file():
         raise JobError("failed", code, f"ended with exit code {code}, and without a summary")
-    found = json_file.read(folder / summary.NAME)
+    found = disk.read_json(folder / summary.NAME)
     if code:
         raise JobError(found.get("status", "failed"), code, found.get("message") or f"ended with exit code {code}")
     return found.get("last_val_loss")

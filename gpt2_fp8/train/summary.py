@@ -17,10 +17,9 @@ from typing import Any, Literal
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.lock import RunLock
-from gpt2_fp8.config import json_file
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.source_digest import source_digest
 
@@ -119,7 +118,7 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            found = json_file.read(Path(folder) / NAME)
+            found = disk.read_json(Path(folder) / NAME)
             before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
             self.tokens_per_second = before.get("tokens_per_second")
             self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")

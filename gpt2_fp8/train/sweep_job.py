@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import json_file, parsing
+from gpt2_fp8.config import disk, parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import gpu_locks, process_end, programs, signals, slurm
@@ -55,7 +55,7 @@ def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Pat
             os._exit(1)
     found: Any = {}
     with suppress(OSError, ValueError):
-        found = json_file.read(folder / summary.NAME)
+        found = disk.read_json(folder / summary.NAME)
     if code == 0:
         return found.get("last_val_loss")
     ended = JobError(_STATUS.get(code, "failed"), code, found.get("message") or f"ended with exit code {code}")

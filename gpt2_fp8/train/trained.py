@@ -12,8 +12,8 @@ from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.checkpoint.manifest import CheckpointError, unreadable
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.paths import EXAMPLES, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.trained_folder import EXAMPLES, Which, is_run
 from gpt2_fp8.train import saved_config
 
 

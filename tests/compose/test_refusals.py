@@ -21,187 +21,72 @@ trainer.max_steps=5 optim.warmup_steps=10 -> trainer.max_steps
 optim.schedule=constant -> optim.schedule
 optim.schedule=linear optim.decay_steps=9 -> optim.schedule
 optim.schedule=warmup_stable_decay -> optim.schedule
-optim.schedule=warmup_stable_decay optim.decay_steps=291 -> optim.decay_steps
-optim.schedule=wsd -> optim.schedule
 optim.lr_schedule=linear -> optim.lr_schedule
 trainer.max_steps=null -> trainer.max_steps
-trainer.max_tokens=4095 -> trainer.max_tokens
-trainer.max_tokens=36864 optim.warmup_steps=10 -> trainer.max_tokens
-trainer.max_tokens=1e6 -> trainer.max_tokens
-trainer.max_epochs=0 -> trainer.max_epochs
 data=fineweb trainer.max_epochs=1 -> trainer.max_epochs
 run_name=x ckpt_path=last debug=fdr -> trainer.fast_dev_run
 trainer.max_epochs=1 debug=overfit -> trainer.max_epochs
 callbacks.keep_epochs=true -> callbacks.keep_epochs
 trainer.max_time=12h -> trainer.max_time
-trainer.max_time=01:56:00 -> trainer.max_time
-trainer.max_time=00:00:00:00 -> trainer.max_time
 data.tokenizer=gpt2 model.vocab_size=50000 -> model.vocab_size
-model.n_kv_head=3 -> model.n_head
-model.n_kv_head=0 -> model.n_kv_head
 model.positions=rope model.head_size=7 precision=bf16 -> model.positions
 model.rope_base=1e6 -> model.rope_base
-model.rope_scaling=8 -> model.rope_scaling
-model=llama3_small model.rope_low_freq_factor=1 -> model.rope_low_freq_factor
-model=llama3_2_1b model.rope_scaling=null -> model.rope_low_freq_factor
 model=llama3_2_1b model.rope_low_freq_factor=4 -> model.rope_low_freq_factor
-model.positions=rope model.rope_scaling=0.5 -> model.rope_scaling
-model.positions=rope model.rope_base=0 -> model.rope_base
-model.norm_epsilon=0 -> model.norm_epsilon
 model.norm=rmsnorm -> model.norm
-model.mlp=swigl -> model.mlp
-model.positions=alibi -> model.positions
 model.mlp_width=500 -> model.mlp_width
-model.head_size=6 -> model.n_head
 model.head_size=4 model.n_kv_head=1 -> model.n_kv_head
 precision.backend=fused model.norm=rms_norm -> precision.backend
-precision.backend=fused model.n_kv_head=2 -> precision.backend
-precision.backend=fused model.head_size=80 -> precision.backend
-precision.backend=fused model=gpt2_optimized -> precision.backend
-precision.backend=fused model=llama3_small -> precision.backend
-cuda_graphs=true model.qk_norm=true -> cuda_graphs
-precision.fast_accumulation=true model.tied_head=false -> precision.fast_accumulation
-model.rope_theta=1e6 -> model.rope_theta
-model.num_key_value_heads=2 -> model.num_key_value_heads
-model.normalization=RMSNorm -> model.normalization
 model.n_embd=100 -> model.n_embd
 model.n_positions=100 precision.backend=fused -> model.n_positions
 recipe=mxfp8 model.n_embd=144 model.n_head=3 -> model.n_embd
-recipe=mxfp8 model.mlp_width=496 -> model.mlp_width
-recipe=mxfp8 model.n_head=1 model.head_size=80 -> model.n_head
-recipe=mxfp8 model.head_size=24 model.n_kv_head=1 -> model.n_kv_head
-recipe=mxfp8 model.n_positions=240 -> model.n_positions
 'precision.keep_bf16=[blocks.4]' -> precision.keep_bf16
 'precision.keep_bf16=[head,1F1L]' -> precision.keep_bf16
-'precision.keep_bf16=[heads]' -> precision.keep_bf16
-'precision.keep_bf16=[first:5]' -> precision.keep_bf16
 precision.backend=fused 'precision.keep_bf16=[blocks.1.qkv]' -> precision.backend
 recipe=delayed precision.backward=bf16_wgrad -> no
-precision.backend=fused penalty.logit_l2=0.1 -> precision.backend
-cuda_graphs=true penalty.activation_l1=0.1 -> cuda_graphs
 penalty.z_loss=-1 -> penalty.z_loss
-penalty.z_loss=inf -> penalty.z_loss
-penalty_weight=0.1 -> penalty_weight
-z_loss_weight=0.1 -> z_loss_weight
-l1_lambda=0.1 -> l1_lambda
-z_loss=0.1 -> z_loss
-penalty=L1 -> penalty
-num_layers_at_start_in_bf16=1 -> num_layers_at_start_in_bf16
-num_layers_at_end_in_bf16=3 -> num_layers_at_end_in_bf16
-fp8_param_gather=true -> fp8_param_gather
-model.fp8_param_gather=true -> model.fp8_param_gather
-use_pytorch_sdpa=True -> use_pytorch_sdpa
-use_qk_norm=true -> use_qk_norm
-use_tensorboard=true -> use_tensorboard
-no_wandb=true -> no_wandb
-auto_batch_size=true -> auto_batch_size
-checkpoint_dir=./checkpoints_fp8/ -> checkpoint_dir
-wandb_name=openwebtext_fp8 -> wandb_name
-wandb_project=fp8 -> wandb_project
-tensor_parallel=2 -> tensor_parallel
-tie_word_embeddings=false -> tie_word_embeddings
-split_accumulator=true -> split_accumulator
-muon_lr=0.02 -> muon_lr
-muon_momentum=1.5 -> muon_momentum
-fp8_recipe=tensorwise -> fp8_recipe
-model.gqa=2 -> model.gqa
-model.use_gqa=true -> model.use_gqa
-model.rope=true -> model.rope
-model.use_swiglu=true -> model.use_swiglu
-model.rms_norm=true -> model.rms_norm
 precision.backend=fused precision.backward=bf16 -> precision.backend
-precision.backend=te precision.backward=bf16_wgrad -> precision.backend
 precision.backward=bf16 recipe=delayed -> no
-precision=bf16 precision.backward=bf16 -> precision.backward
-precision.backward=bf8 -> precision.backward
 precision.backend=te 'precision.keep_bf16=[first:2,head,last:2]' model.n_layer=4 -> precision.keep_bf16
 precision.fast_accumulation=true 'precision.keep_bf16=[blocks.*]' -> precision.fast_accumulation
 precision.keep_bf16=head -> precision.keep_bf16
-precision=auto -> precision
 recipe.margin=1 -> recipe.margin
 precision.backend=reference -> precision.backend
 precision=bf16 precision.backend=fused -> precision.backend
-precision=fp32 precision.backend=te -> precision.backend
 precision.backend=fused recipe=current -> precision.backend
 precision.backend=fused document_mask=true -> precision.backend
-precision.backend=fused recipe=block document_mask=true -> precision.backend
 precision.backend=fused model.dropout=0.1 -> precision.backend
-precision=bf16 precision.backend=torchao -> precision.backend
 precision.backend=torchao recipe=delayed -> precision.backend
 precision.backend=torchao attention=te -> attention
-precision.backend=torchao cuda_graphs=true -> cuda_graphs
-precision.backend=fused recipe=rowwise -> precision.backend
 precision.backend=te recipe=rowwise -> precision.backend
-cuda_graphs=true recipe=block -> cuda_graphs
 precision.fast_accumulation=true precision.backend=te -> precision.fast_accumulation
-precision.fast_accumulation=true recipe=current -> precision.fast_accumulation
-precision.fast_accumulation=true model.dropout=0.1 -> precision.fast_accumulation
 cuda_graphs=yes -> cuda_graphs
 activation_checkpointing=true -> activation_checkpointing
-document_mask=true cuda_graphs=true -> cuda_graphs
 document_mask=true attention=cudnn -> attention
-intra_document_mask=true -> intra_document_mask
 compile_mode=reduce-overhead -> compile_mode
 compile_mode=reduce-overhead precision=bf16 precision.backend=te -> compile_mode
-compile_mode=reduce-overhead precision=bf16 trainer=cpu -> compile_mode
 compile_mode=reduce-overhead precision=bf16 compile=false -> compile_mode
-compile_mode=reduce-overhead precision=bf16 model.dropout=0.1 -> compile_mode
-compile_mode=max-autotune -> compile_mode
-torch_compile_mode=default -> torch_compile_mode
 attention=cudnn trainer=cpu -> attention
-attention=flash precision=fp32 trainer=gpu -> attention
 attention=cudnn trainer.deterministic=true -> attention
-attention=plain -> attention
-use_flash_attention=true -> use_flash_attention
-model.attn_implementation=sdpa -> model.attn_implementation
-attention_backend=fused -> attention_backend
-NVTE_FLASH_ATTN=0 -> NVTE_FLASH_ATTN
-layers=te -> layers
-precision.layers=te -> precision.layers
-cudagraphs=true -> cudagraphs
 optimizer=adam -> optimizer
-optim=adamw -> optim
-use_muon=true -> use_muon
 optimizer.name=muon -> optimizer.name
 optimizer.momentum=0.9 -> optimizer.momentum
-optimizer.lr=1e-3 -> optimizer.lr
-optimizer=muon optimizer.weight_decay=0 -> optimizer.weight_decay
 optimizer=muon optimizer.momentum=1 -> optimizer.momentum
-optimizer=muon optimizer.ns_steps=0 -> optimizer.ns_steps
-optimizer=muon optimizer.matrix_lr=0 -> optimizer.matrix_lr
-gradient_checkpointing=true -> gradient_checkpointing
-precision=bf16 precision.fallback=error -> precision.fallback
 data.path=x.txt -> data.path
-recipe.interval=1 -> recipe.interval
-precision.fp8_interval=1 -> precision.fp8_interval
 model=gpt3 -> model
 logger=comet -> logger
 logger.wandb.project=x -> logger.wandb.entity
 logger.wandb=true -> logger.wandb
-wandb=true -> wandb
 logger=csv logger.histograms_every_n_steps=5 -> logger.histograms_every_n_steps
 logger=wandb logger.wandb.project=me/gpt2 -> logger.wandb.project
 logger=mlflow logger.mlflow.tracking_uri=here -> logger.mlflow.tracking_uri
-experiment=fineweb_edu_fp8.yaml -> experiment
-foo/bar=x -> foo/bar
 model@encoder=gpt2 -> model@encoder
 lr=1e-3 -> lr
-max_steps=10 -> max_steps
-batch_size=8 -> batch_size
-trainer.precision=bf16 -> trainer.precision
-trainer.accumulate_grad_batches=4 -> trainer.accumulate_grad_batches
 optm.lr=1 -> optm
-MODEL=gpt2 -> MODEL
-model.nlayer=2 -> model.nlayer
-seed.x=1 -> seed
 recipe.name=current -> recipe.name
 model._target_=os.system -> model._target_
 seed=x -> seed
-trainer.max_steps=1e4 -> trainer.max_steps
 optim.lr=nan -> optim.lr
 model.bias=yes -> model.bias
-precision.fallback=alow -> precision.fallback
-'trainer.devices=[0,1]' -> trainer.devices
 data=text_files 'data.train_files=/x/*.txt' -> data.train_files
 seed=1,2 -> seed
 recipe=delayed,current -> recipe
@@ -211,9 +96,9 @@ recipe=delayed,current -> recipe
 hydra.callbacks.x._target_=os.system -> hydra.callbacks.x._target_
 hydra/callbacks=x -> hydra/callbacks
 hydra/launcher=ray -> hydra/launcher
+hydra/launcher=slurm -> hydra/launcher=slurm
 hydra/sweeper=optuna -> hydra/sweeper
 hydra/job_logging=colorlog -> hydra/job_logging
-hydra/sweeper=optna -> hydra/sweeper
 hydra.sweeper.params.seed=1 -> the
 hydra.launcher.n_jobs=2 -> hydra.launcher.n_jobs
 hydra.job.chdir=maybe -> hydra.job.chdir

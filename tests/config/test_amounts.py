@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.config.amounts import as_typed, duration
+from gpt2_fp8.config.shown import as_typed, duration
 
 TIMES = {
     -1.0: "0.0 s", 0.44: "0.4 s", 9.9: "9.9 s", 9.96: "10 s", 59.4: "59 s", 59.6: "1 min 0 s", 83: "1 min 23 s",

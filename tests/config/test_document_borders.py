@@ -3,8 +3,8 @@
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config.document_borders import begin_with_separator
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.mixture import begin_with_separator
 from tests.data.token_files_made import LLAMA_3, llm_c, nano, some_ids
 
 
@@ -38,12 +38,6 @@ def problem(*line):
 @pytest.mark.parametrize(("name", "begins"), [("nano", False), ("wide", False), ("short", False), ("llm_c", True)])
 def test_the_header_tells(files, name, begins):
     assert begin_with_separator(config("data=token_files", *words(files[name])).data) == begins
-
-
-def test_text_that_is_tokenised_here_ends_with_it(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    for line in (["data=stdlib"], ["data=text_files", f"data.train_files=[{tmp_path}/a.txt]"], ["data=fineweb"]):
-        assert not begin_with_separator(config(*line).data)
 
 
 def test_files_of_two_kinds_are_refused_and_named(files):

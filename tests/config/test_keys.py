@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2_fp8.config.keys import finding, key_paths, show, value_of
+from gpt2_fp8.config.keys import key_paths, show
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,6 @@ def test_paths_name_the_choices_that_have_them():
     assert paths["pet.bark"] == ("dog", "wolf")
     assert paths["pet.kind"] == ("cat", "dog", "wolf")
     assert paths["rooms"] == ()
-
-
-def test_a_value_is_found_by_its_path():
-    keys = ("rooms", "pet.bark", "tags.street", "pet.lives", "no.such")
-    assert [value_of(HOUSE, key) for key in keys] == [3, 1.5, "long", None, None]
-
-
-def test_a_finding_begins_with_the_values_of_its_keys():
-    found = finding(HOUSE.pet, "kind bark", "too loud", "choose a cat", prefix="pet.")
-    assert found == (("pet.kind", "pet.bark"), ("pet.kind=wolf, pet.bark=1.5: too loud", "choose a cat"))
 
 
 def test_values_are_shown_as_they_are_typed():

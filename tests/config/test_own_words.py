@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import own_words, sweep_plan
-from gpt2_fp8.config.errors import RunError, Stopped
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.own_words import RUN, Typed, continued, twice_as_long
 from gpt2_fp8.config.run_length import limits
 
@@ -43,13 +42,6 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
     ("line", "ended_by", "steps", "words"),
     [
         ("", "trainer.max_steps", 300, ["trainer.max_steps=600", *KEPT]),
-        ("trainer.max_tokens=409600", "trainer.max_tokens", 100, ["trainer.max_tokens=819200", *KEPT]),
-        (
-            "trainer.max_tokens=1228800",
-            "trainer.max_steps",
-            300,
-            ["trainer.max_steps=600", "trainer.max_tokens=2457600", *KEPT],
-        ),
         ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
         ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6", *KEPT]),
         (
@@ -58,7 +50,6 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
             300,
             ["trainer.max_steps=600", KEPT[0], "optimizer.matrix_lr=0.002", *KEPT[1:], "optim.decay_steps=null"],
         ),
-        (" ".join(KEPT), "trainer.max_steps", 300, ["trainer.max_steps=600"]),
         ("optim.min_lr_ratio=0", "trainer.max_steps", 300, ["trainer.max_steps=600"]),  # at a rate of 0
     ],
 )
@@ -82,16 +73,5 @@ def test_twice_as_long_goes_on(line, ended_by, steps, words):
     ],
 )
 def test_how_a_run_that_has_ended_early_goes_on(tmp_path, folder, saved, in_sweep, said):
-    sweep_plan.write(tmp_path / "outputs/planned", [["seed=3"]])
+    own_words.write_plan(tmp_path / "outputs/planned", [["seed=3"]])
     assert own_words.going_on(tmp_path / folder, tmp_path, saved, in_sweep) == said
-
-
-def test_a_stopped_run_is_told_once_how_it_goes_on():
-    stopped = Stopped(2)
-    assert str(stopped) == "stopped by signal 2"
-    for _ in range(2):
-        stopped.tell("run_name=x ckpt_path=last continues")
-    assert str(stopped) == "stopped by signal 2; run_name=x ckpt_path=last continues"
-    other = RunError("a fault")
-    other.tell("run_name=x ckpt_path=last continues")
-    assert str(other) == "a fault"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config.rank_share import fitted, said
+from gpt2_fp8.config.run_length import describe_micro_batch, fit_micro_batch
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from gpt2_fp8.config.rank_share import fitted, said
 def test_it_divides_the_share(whole, micro, processes, expected):
     (config,) = preflight(["trainer=cpu"])
     config = replace(config, global_batch_size=whole, micro_batch_size=micro)
-    lowered = fitted(config, processes, ())
+    lowered = fit_micro_batch(config, processes, ())
     assert lowered.micro_batch_size == expected
-    assert len(list(said(config, lowered))) == (expected != micro)
+    assert len(list(describe_micro_batch(config, lowered))) == (expected != micro)
 
 
 def test_what_was_typed_is_kept():
     (config,) = preflight(["trainer=cpu"])
-    assert fitted(config, 4, {"micro_batch_size"}) is config
+    assert fit_micro_batch(config, 4, {"micro_batch_size"}) is config

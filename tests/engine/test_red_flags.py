@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.precision_schema import DelayedRecipe, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.engine.red_flags import IN_A_ROW, QUIET, SETTLED, FP8RedFlags
 from gpt2_fp8.precision.fp8_tensors import FP8Tensor

@@ -26,7 +26,7 @@ SENSELESS = {  # fault 75
     "optim.min_lr_ratio=2": "must be from 0 to 1",
     "data.tokenizer=gpt2 model.vocab_size=50000": "the tokenizer has 50257 tokens",
     "callbacks.keep_checkpoints=0": "must be at least 1",
-    "callbacks.divergence_sigma=-1": "must not be negative",
+    "callbacks.divergence_sigma=-1": "must be at least 0",
 }
 MISTYPED = {  # fault 76
     "optim.learing_rate=1e-3": "there is no key optim.learing_rate",

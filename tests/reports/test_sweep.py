@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gpt2_fp8 import table as program
-from gpt2_fp8.config import sweep_plan
+from gpt2_fp8.config import own_words
 from gpt2_fp8.reports import sweep
 from gpt2_fp8.reports.sweep import Job
 
@@ -30,7 +30,7 @@ def test_best_first_then_without_validation_then_failed_then_not_run(tmp_path, c
     leave(tmp_path / "a/b", "seed=4", last_train_loss=1.0, precision={"ran": "bf16", "reason": "no FP8 here"})
     leave(tmp_path / "4", "seed=5", status="diverged", best_val_loss=1.0)
     leave(tmp_path / "5", "seed=6", status="stopped", last_val_loss=2.0, best_val_loss=2.0)
-    sweep_plan.write(tmp_path, [[f"seed={seed}"] for seed in range(1, 9)])
+    own_words.write_plan(tmp_path, [[f"seed={seed}"] for seed in range(1, 9)])
     assert program.main([str(tmp_path)]) == 0
     rows = cells(tmp_path)
     assert [(row["job"], row["status"]) for row in rows] == [

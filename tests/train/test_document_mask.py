@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gpt2_fp8 import export
-from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.train.generation import Generation
 from gpt2_fp8.train.module import GPT2Module
 from tests.data.token_files_made import llm_c, nano, some_ids

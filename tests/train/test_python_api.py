@@ -177,24 +177,6 @@ def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):
     assert all(any(cause in line for line in told) for cause in causes), told
 
 
-@pytest.mark.parametrize(
-    ("words", "keys", "remedies"),
-    [
-        ([["model=gpt2"]], {}, ["load_config(*['model=gpt2'])"]),
-        ([3], {}, ["load_config('model=gpt2', 'seed=1')"]),
-        ([None, "seed=1"], {}, ["load_config('model=gpt2', 'seed=1')"]),
-        ([], {"model": "gpt2", "seed": 3}, ["load_config('model=gpt2')", "load_config('seed=3')"]),
-        ([], {"compile": True}, ["load_config('compile=true')"]),
-    ],
-)
-def test_what_are_no_words_is_said_with_what_to_write(words, keys, remedies):
-    with pytest.raises(UserError, match="takes words, each a text") as caught:
-        load_config(*words, **keys)
-    assert [problem.remedy for problem in caught.value.problems] == remedies
-    for remedy in remedies:
-        assert eval(remedy, {"load_config": load_config})
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
