@@ -10,8 +10,7 @@ import numpy as np
 
 from gpt2_fp8.config.data_schema import FilesData
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.lane import Lane, lane_start
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.lane import Batches, Lane, lane_start
 
 
 def files_config(train: Any, **changes: Any) -> FilesData:
@@ -48,7 +47,7 @@ def items(made: TokenDataModule, n: int | None = None, *, advance: bool = True) 
 
 def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, Any] | None = None) -> Batches:
     """What rank `rank` of `world` would read of the data of `made`, from the start or from saved lanes."""
-    (strand,) = made.text.strands
+    (strand,) = made.text.streams
     order = strand.order
     mine = {
         i: Lane(
@@ -56,7 +55,7 @@ def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, 
         )
         for i in made.text.deal.of_rank(rank, world)
     }  # fmt: skip
-    return Batches(mine, made.text.deal, made.n_positions, rank, world, made.vocab_size)
+    return Batches(mine, made.text.deal, made.n_positions, rank, world)
 
 
 def write_jsonl(path: Path, texts: list[Any]) -> Path:
