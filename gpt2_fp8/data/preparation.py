@@ -86,11 +86,11 @@ class Preparation:
 
     def _read_steps(self, text: TokenStream, steps: int) -> None:
         """Cut the batches of `steps` steps, up to the step after which every unit was read, and read what is ahead."""
-        left = {unit for unit in text.corpus.train if unit.source in self._cached}
+        whole = len(self._seen | {unit for unit in text.corpus.train if unit.source in self._cached})
         batches = text.batches()[1]
         progress = ProgressLog("reading the text of steps", steps)
         for step in range(steps):
-            if left <= self._seen:
+            if len(self._seen) == whole:
                 break
             progress.at(step)
             batches.next()

@@ -53,16 +53,26 @@ def write(path: Path, content: bytes) -> Path:
 # ---- the text --------------------------------------------------------------------------------------------------------
 
 
-def test_55_a_document_that_is_empty_or_no_text_is_skipped_and_counted(tmp_path: Path) -> None:
-    texts = [TEXT * 20, "", "  \n\t", None, 5, ["x"], {"a": 1}, True, TEXT * 20]
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    with path.open("a") as file:
-        file.write('{"other": "x"}\n')
-    made = module(files_config(path))
-    items(made, 1)
-    assert made.report()["documents"] == {
-        "read": 2, "empty": 2, "not_text": 6, "broken": 0, "invalid_utf8": 0, "long": 0
-    }  # fmt: skip
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_55_a_document_that_is_empty_broken_or_no_text_is_skipped_and_counted(tmp_path: Path, name: str) -> None:
+    bad = b"caf\xe9 and more"
+    rows = [b'{"text": "good <|endoftext|> text"}', b'{"text": ', b"[1]", b"", b'{"text": null}', b'{"text": 5}',
+            b'{"text": "  \\n"}', b'{"text": "' + bad + b'"}', b'{"text": "\\ud800"}', b'{"other": 1}']  # fmt: skip
+    values = pa.array([b"good" * 9, None, b"", b" \n", bad], pa.binary())
+    text = pa.StringArray.from_buffers(len(values), values.buffers()[1], values.buffers()[2], values.buffers()[0])
+    (tmp_path / "a.txt").write_bytes(bad + b" " + TEXT.encode() * 99)
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
+    (tmp_path / "a.jsonl.zst").write_bytes(compressed(b"\n".join(rows)))
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    lines = DocumentCounts(read=3, empty=1, not_text=3, broken=2, invalid_utf8=2)
+    of_parquet = DocumentCounts(read=2, empty=2, not_text=1, invalid_utf8=1)
+    expected = {"a.txt": DocumentCounts(read=1, invalid_utf8=1), "a.parquet": of_parquet}
+    made = module(files_config(tmp_path / name))
+    (unit,) = made.text.corpus.train
+    read = made.text.pool.take(made.text.pool.ask(unit))
+    assert read.counts == expected.get(name, lines)
+    tokens = read.tokens
+    assert "caf\ufffd and more" in bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
 
 
 LONG = """
@@ -87,18 +97,6 @@ def test_56_a_document_of_100_mb_in_one_line_is_read_in_pieces(tmp_path: Path) -
     counts, grown = json.loads(done.stdout)
     assert (counts["read"], counts["long"]) == (1, 1)
     assert grown < 200 + 8 * size  # the line, the document, and two bytes a token, twice
-
-
-def test_57_bytes_that_are_no_utf_8_are_replaced_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "caf\xe9 ' + TEXT.encode() * 20 + b'"}\n{"text": "\\ud800 lone"}\n')
-    made = module(files_config(path))
-    items(made, 1)
-    assert made.report()["documents"]["invalid_utf8"] == 2
-    tokens = made.text.pool.take(made.text.pool.ask(made.text.corpus.train[0])).tokens
-    assert bytes(tokens[:7].astype(np.uint8)).decode() == "caf\ufffd "[:4] + " "
-    few = write(tmp_path / "few.txt", TEXT.encode() * 9 + b"\xe9" * 10)
-    assert items(module(files_config(few)), 3), "a few characters are no other encoding"
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forkserver
 from tests.data.hub import Hub
-from tests.data.hub_runs import PAJAMA, ROOT, TEXTS, WEB, Client, expected, web_units
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, summary
+from tests.data.hub_runs import PAJAMA, TEXTS, WEB, Client, expected, web_units
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, summary
 
 STEPS = 60
 
@@ -56,74 +52,39 @@ def test_50_no_kind_of_fault_loses_or_repeats_anything(client: Client, data: dic
     assert answer["report"]["reading"]["retries"] >= (len(faults) != 4)
 
 
-MAINS = """
-import json, sys, time
-from gpt2_fp8 import run
-
-slept = time.sleep
-time.sleep = lambda seconds: slept(min(seconds, 0.01))
-for line in sys.stdin:
-    print("\\n@", run.main(json.loads(line)), flush=True)
-"""
 RUN = [*SMALL, "data=fineweb", "data.repo=Org/web", "data.revision=main", "data.train_files=[sample/10BT/*.parquet]",
        "data.val_files=[sample/10BT/003_00000.parquet]", "data.tokenizer=bytes", "data.num_workers=0",
        "data.val_sequences=8", "callbacks.checkpoint_every_n_steps=0", "trainer.log_every_n_steps=5",
-       "logger=csv"]  # fmt: skip
-
-
-class Program:
-    """`run.main` in a process of its own, one command line after the other."""
-
-    def __init__(self, hub: Hub, folder: Path):
-        (folder / "script.py").write_text(MAINS)
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0",
-                       "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}  # fmt: skip
-        self.errors = folder / "stderr"
-        self.process = forkserver.Popen(
-            [sys.executable, "script.py"], cwd=folder, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors.open("w"),
-        )  # fmt: skip
-
-    def __call__(self, *words: str) -> tuple[int, str]:
-        """The exit code, and what came on stderr."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        before = len(self.errors.read_text())
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("@ "):
-                return int(line[2:]), self.errors.read_text()[before:]
-        raise AssertionError(self.errors.read_text())
+       "logger=csv", "plugins=[quick]"]  # fmt: skip
 
 
 def test_51_a_hub_that_stays_dead_ends_in_a_checkpoint_and_4(hub: Hub, tmp_path: Path) -> None:
-    program = Program(hub, tmp_path)
-    try:
-        assert program(*RUN, "run_name=first")[0] == 0  # afterwards the process knows the files' footers
-        hub.requests.clear()
-        assert program(*RUN, "run_name=clean")[0] == 0
-        asked = sum("GET" in request and request.endswith(".parquet") for request in hub.requests)
-        hub.faults[:] = [""] * (asked - 4) + ["500"] * 100_000
-        code, stderr = program(*RUN, "run_name=lost")
-        lost = summary(tmp_path / "outputs/lost")
-        assert code == 4, stderr
-        assert (lost["status"], lost["exit_code"]) == ("data_lost", 4)
-        assert 0 < lost["steps"] < 12
-        assert lost["checkpoint"]["last"].endswith(f"step-{lost['steps']:08d}")
-        assert "cannot read " in stderr
-        assert "after 7 attempts" in stderr
-        assert "when it answers again: run_name=lost ckpt_path=last continues" in stderr
-        assert "Traceback" not in stderr
-        hub.faults.clear()
-        code, stderr = program(*RUN, "run_name=lost", "ckpt_path=last")
-        assert code == 0, stderr
-        clean, continued = (tmp_path / "outputs" / name for name in ("clean", "lost"))
-        assert_same_checkpoint(checkpoint(continued, 12), checkpoint(clean, 12))
-        assert metrics(continued)["val_loss"] == metrics(clean)["val_loss"]
-    finally:
-        program.process.kill()
-        program.process.communicate()
+    (tmp_path / "quick.py").write_text("import time\n\nslept = time.sleep\n"
+                                       "time.sleep = lambda seconds: slept(min(seconds, 0.01))\n")  # fmt: skip
+
+    def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return forked(*RUN, f"run_name={name}", *words, cwd=tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0",
+                      HF_HOME=str(tmp_path / "hf"))  # fmt: skip
+
+    hub.requests.clear()
+    assert run("clean").returncode == 0
+    asked = sum("GET" in request and request.endswith(".parquet") for request in hub.requests)
+    hub.faults[:] = [""] * (asked - 4) + ["500"] * 100_000
+    done = run("lost")
+    lost = summary(tmp_path / "outputs/lost")
+    assert done.returncode == 4, done.stderr
+    assert (lost["status"], lost["exit_code"]) == ("data_lost", 4)
+    assert 0 < lost["steps"] < 12
+    assert lost["checkpoint"]["last"].endswith(f"step-{lost['steps']:08d}")
+    assert "after 7 attempts" in done.stderr
+    assert "when it answers again: run_name=lost ckpt_path=last continues" in done.stderr
+    assert "Traceback" not in done.stderr
+    hub.faults.clear()
+    done = run("lost", "ckpt_path=last")
+    assert done.returncode == 0, done.stderr
+    clean, continued = (tmp_path / "outputs" / name for name in ("clean", "lost"))
+    assert_same_checkpoint(checkpoint(continued, 12), checkpoint(clean, 12))
+    assert metrics(continued)["val_loss"] == metrics(clean)["val_loss"]
 
 
 def test_52_a_refusal_is_told_at_once(hub: Hub, client: Client) -> None:
