@@ -91,9 +91,6 @@ def texts(kind, tmp_path):
     """The words of a run on some text, and where it keeps its tokens."""
     if kind == "parquet":
         return [*parquet_shards(tmp_path / "shards"), *BYTES, "data.cache_dir=cache"]
-    if kind == "text":
-        (tmp_path / "a.txt").write_text("Some text of few words.\n" * 3000)
-        return ["data=text_files", "data.train_files=[a.txt]", *BYTES, "data.val_fraction=0.1", "data.cache_dir=cache"]
     words = ["data=mixture"]
     for name in ("web", "own"):
         own = [*jsonl(tmp_path / name), "tokenizer=bytes", "num_workers=0", f"cache_dir=cache-{name}"]

@@ -18,7 +18,7 @@ from gpt2_fp8.data.lane import Batches, Lane, lane_start
 from gpt2_fp8.data.mixing import MixedDeal
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress import OVERFIT, Digests, Progress
-from gpt2_fp8.data.reader import MixedReader, Reader
+from gpt2_fp8.data.reader import MixedReader
 from gpt2_fp8.data.sources import (
     Part,
     SourceStream,
@@ -85,7 +85,10 @@ class TokenStream:
             if on_read is not None:
                 on_read(unit, tokenised, "training" if is_training else "validation")
 
-        self.pool = UnitPool(_build_reader(parts), num_workers, note)
+        readers = {part.name: part.reader for part in parts}
+        only = parts[0].reader
+        reader = only if len(parts) == 1 else MixedReader(readers, only.plugins)
+        self.pool = UnitPool(reader, num_workers, note)
         self.val: dict[str, Tokens] = {}
         try:
             self.streams = self._order(parts, corpora)
@@ -213,13 +216,6 @@ class TokenStream:
         odd = {name: count for name, count in counts.items() if count and name != "read"}
         if odd:
             log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
-
-
-def _build_reader(parts: list[Part]) -> Reader:
-    """Return what reads the units of all sources."""
-    if len(parts) == 1:
-        return parts[0].reader
-    return MixedReader({part.name: part.reader for part in parts}, parts[0].reader.plugins)
 
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:

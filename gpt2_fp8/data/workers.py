@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.units import Unit
@@ -87,25 +87,32 @@ class WorkerPool:
         worker: Worker | None = None
         while (job := self._jobs.get()) is not None:
             unit, future = job
-            deaths = 0
-            if not future.set_running_or_notify_cancel():
-                self._idle.release()
-                continue
-            while not future.done():
-                try:
-                    worker = worker or self._start()
-                    future.set_result(worker.read(unit))
-                except WorkerLost as lost:
-                    self._bury(worker)
-                    deaths, worker = deaths + 1, None
-                    if self._closing or deaths > MAX_DEATHS:
-                        future.set_exception(_given_up(unit, deaths, lost))
-                    else:
-                        log.warning("data: a worker process %s; another one takes its place", lost)
-                except Exception as error:
-                    future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                worker = self._read(worker, unit, future)
             self._idle.release()
         self._bury(worker)
+
+    def _read(self, worker: Worker | None, unit: Unit, future: Future[Answer]) -> Worker | None:
+        """Have a unit read, by another worker when one is lost. Returns the worker that is left, if any."""
+        for _ in range(MAX_DEATHS + 1):
+            try:
+                worker = worker or self._start()
+                future.set_result(worker.read(unit))
+                return worker
+            except WorkerLost as lost:
+                self._bury(worker)
+                worker, how = None, str(lost)
+                if self._closing:
+                    future.set_exception(RunError("the worker processes were ended"))
+                    return None
+                log.warning("data: a worker process %s while it read %s", how, unit.name)
+            except Exception as error:
+                future.set_exception(error)
+                return worker
+        cause = f"{MAX_DEATHS + 1} worker processes ended while reading {unit.name}; the last one {how}"
+        remedy = "data.num_workers=0 reads without workers, and shows where it happens"
+        future.set_exception(RunError(str(Problem(cause, remedy))))
+        return None
 
     def _start(self) -> Worker:
         with self._lock:
@@ -172,13 +179,6 @@ def _cpu_time(pid: int | None) -> int:
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12])
-
-
-def _given_up(unit: Unit, deaths: int, lost: WorkerLost) -> RunError:
-    return RunError(
-        f"error: {deaths} worker processes ended while reading {unit.name}; the last one {lost}\n"
-        "  fix: data.num_workers=0 reads without workers, and shows where it happens"
-    )
 
 
 def serve(pipe: Connection, reader: bytes) -> None:
