@@ -273,11 +273,3 @@ def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr("gpt2_fp8.data.prefetch.UnitPool.take", lost)
         assert "does not answer" in said(capsys, *words, "--all", code=4).err
-
-
-def test_help_and_version(capsys):
-    for flag, text in (("--help", "--all"), ("--version", "gpt2_fp8 ")):
-        with pytest.raises(SystemExit) as ended:
-            prepare.main([flag])
-        assert ended.value.code == 0
-        assert text in capsys.readouterr().out

@@ -174,13 +174,6 @@ def test_retries_are_counted_and_end() -> None:
         with_retries(action, "it", (0.0, 0.0))
 
 
-@pytest.mark.parametrize("rest", [b', "text": "t"', b', "text": ' + b"[" * 100_000, b"} x"])
-def test_a_line_with_an_endless_number_that_is_no_json_is_one_broken_line(rest: bytes) -> None:
-    number = b'{"x": ' + b"9" * 5000
-    assert formats.parse_line(number + rest) is None
-    assert formats.parse_line(number + b', "text": "t"}') is not None
-
-
 def test_the_standard_library_trains_and_validates(tmp_path: Path) -> None:
     corpus = StdlibSource().corpus()
     assert (len(corpus.train), len(corpus.val)) == (len(TRAIN_MODULES), len(VAL_MODULES))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import datamodule, sources, token_stream
-from gpt2_fp8.data.documents import checksum, tokenise
+from gpt2_fp8.data.documents import checksum
 from gpt2_fp8.data.reader import FORMAT
-from gpt2_fp8.data.units import DocumentCounts, Unit, dtype_of, narrow_ids
+from gpt2_fp8.data.units import Unit, dtype_of, narrow_ids
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.wide import N_VOCAB, SHIFT, WideReader, wide
 
@@ -43,15 +42,6 @@ def test_an_id_that_does_not_fit_is_an_error_and_never_another_id(odd: int) -> N
     """65,536 + 65 would become 65, the letter A, of the vocabulary."""
     with pytest.raises(UserError, match=rf"a\.txt: its tokens have the id {odd} of a vocabulary of 257"):
         narrow_ids(np.array([65, odd, 66], np.int64), 257, "a.txt")
-
-
-def test_a_tokenizer_whose_ids_wrap_into_its_vocabulary_is_refused() -> None:
-    strange: Any = SimpleNamespace(
-        name="strange", n_vocab=257, eot_token=256,
-        encode_to_numpy=lambda text, disallowed_special: np.array([65, 65_536 + 65], np.uint32),
-    )  # fmt: skip
-    with pytest.raises(UserError, match=r"unit 7: .* the id 65601 of"):
-        tokenise(["text"], Unit("unit 7", "a.txt", 0, 1), strange, DocumentCounts())
 
 
 def test_digests_of_narrow_corpora_are_those_of_earlier_versions() -> None:

@@ -14,7 +14,6 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.progress import Digests
 from gpt2_fp8.data.units import Corpus, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
-from tests.data.test_datamodule import ranks
 from tests.runs import forked
 
 CHANGED = "the text changed under this run"
@@ -100,26 +99,6 @@ def test_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path) -> N
     go_on()
     change(file_of(made, seen[-1]))
     assert file_of(made, seen[-1]).name in refusal(go_on)
-
-
-def test_the_state_is_the_same_over_resumes_and_ranks(many_units: Path, tmp_path: Path) -> None:
-    config = files_config(many_units)
-    through = module(config)
-    items(through, 10)
-    legs = None
-    for steps in (1, 3, 1, 5):
-        made = module(config)
-        if legs is not None:
-            made.load_state_dict(json.loads(json.dumps(legs)))
-        items(made, steps)
-        legs = made.state_dict()
-    assert legs == through.state_dict()
-    folder = many_units.parent
-    config = files_config(f"{folder}/*.jsonl", val_fraction=0.3, val_sequences=7)
-    alone = module(config)
-    items(alone, 5)
-    two = ranks(folder, 2, None)
-    assert [rank["state"]["digests"] for rank in two] == [alone.state_dict()["digests"]] * 2
 
 
 def test_a_checkpoint_without_digests_goes_on(many_units: Path) -> None:
