@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,6 @@ def table(**columns: Any) -> bytes:
 
 TEXTS = [json.loads(line)["text"] for line in GOOD]
 ROWS = table(text=TEXTS)
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub({}) as served:
-        yield served
 
 
 def both(hub: Hub, client: Client, folder: Path, files: dict[str, bytes]) -> tuple[Any, Any]:

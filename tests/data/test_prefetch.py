@@ -14,6 +14,7 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.reader import ABANDONED_SECONDS
+from tests import forkserver
 from tests.data.corpora import files_config, items, module
 
 
@@ -71,7 +72,7 @@ def test_no_orphans_when_the_parent_is_killed_and_no_torch_in_a_worker(many_unit
         "    made.text.pool._kept.clear(); items(made, 3)\n"
         "    print(*(w.process.pid for w in made.text.pool._workers.workers), flush=True); time.sleep(60)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = forkserver.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(number) for number in process.stdout.readline().split()]
     assert len(pids) >= 1
