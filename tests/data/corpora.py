@@ -47,8 +47,8 @@ def items(made: TokenDataModule, n: int | None = None, *, advance: bool = True) 
 
 def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, Any] | None = None) -> Batches:
     """What rank `rank` of `world` would read of the data of `made`, from the start or from saved lanes."""
-    (strand,) = made.text.streams
-    order = strand.order
+    (stream,) = made.text.streams
+    order = stream.order
     mine = {
         i: Lane(
             i, order, made.text.corpus.train, made.text.pool, made.n_positions, lanes[str(i)] if lanes else lane_start()
