@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import mixture, run_length
@@ -28,9 +28,6 @@ from gpt2_fp8.runtime import programs, registry, signals, spool
 
 if TYPE_CHECKING:
     from gpt2_fp8.data.preparation import Job, Kept, Preparation
-
-_SKIPPED = {"empty": "empty", "not_text": "no text", "broken": "broken lines"}
-_REPAIRED = {"invalid_utf8": "invalid UTF-8"}
 
 
 def main(argv: list[str]) -> int:
@@ -46,30 +43,24 @@ def main(argv: list[str]) -> int:
         return 128 + handlers.received
 
 
-class Own(NamedTuple):
-    """The program's own part of a command line: `steps` is None where `--steps` is left out."""
-
-    all: bool
-    steps: int | None
-    words: list[str]
-
-
-def asked(argv: list[str]) -> tuple[Own, list[RunConfig]]:
-    """Return what a command line asks for: its flags and words, and the configurations of the runs.
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
+    """Return the program's own arguments (`all`, `steps`, and the `words` of a run), and the runs' configurations.
 
     Raises UserError with every problem.
     """
     typed, words = _parser().parse_known_args(argv)
-    own = Own(typed.all, _steps(typed.steps), words)
+    typed.words = words
     configs = compose.preflight(words)
-    if problems := [problem for config in configs for problem in _without_cache(config)]:
+    if problems := [problem for config in configs for problem in _find_uncached(config)]:
         raise UserError(dict.fromkeys(problems))
-    return own, configs
+    return typed, configs
 
 
 def _prepare(argv: list[str]) -> None:
-    own, configs = asked(argv)
-    _begin_log()
+    typed, configs = parse(argv)
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
+    spool.clear()
     from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
 
     jobs: list[Job] = []
@@ -77,15 +68,14 @@ def _prepare(argv: list[str]) -> None:
         if not any(isinstance(source, TextData) for _, source in mixture.sources_of(config.data)):
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
-        needed = None if own.all else own.steps or _needed(config)
-        shape = config.model.n_positions, config.global_batch_size
-        job = Job(config.data, *shape, needed, tuple(config.plugins))
+        steps = None if typed.all else typed.steps or _steps_of(config)
+        job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
         if job not in jobs:  # the jobs of a sweep often read the same text
             jobs.append(job)
     for job in jobs:
         _fill(job)
     if jobs:
-        print(line(f"next: {shlex.join([*RUN.split(), *own.words])}"))
+        print(line(f"next: {shlex.join([*RUN.split(), *typed.words])}"))
 
 
 def _fill(job: Job) -> None:
@@ -94,37 +84,35 @@ def _fill(job: Job) -> None:
 
     registry.load(job.plugins, Path.cwd())
     preparation = Preparation(job)
+    complete = False
     try:
         preparation.run()
-    except BaseException:
-        for text in _told(preparation):
+        complete = True
+    finally:
+        for text in _describe(preparation):
             print(line(text), flush=True)
-        print("not complete: the same command goes on from here", flush=True)
-        raise
-    for text in _told(preparation):
-        print(line(text))
+        if not complete:
+            print("not complete: the same command goes on from here", flush=True)
 
 
-def _told(preparation: Preparation) -> Iterator[str]:
+def _describe(preparation: Preparation) -> Iterator[str]:
     """Yield what the cache has, a line for each side of each source, and how much of it is new."""
     for (name, side), kept in sorted(preparation.kept.items()):
-        yield f"{f'{name} ' if name else ''}{side}: {_described(kept)}"
+        yield f"{f'{name} ' if name else ''}{side}: {_describe_side(kept)}"
     units = sum(kept.units for kept in preparation.kept.values())
     size = sum(kept.size for kept in preparation.kept.values())
     there = max(units - preparation.tokenised, 0)
     yield f"cache: {size / 1e6:,.1f} MB; {preparation.tokenised:,} units tokenised now, {there:,} were there"
 
 
-def _described(kept: Kept) -> str:
+def _describe_side(kept: Kept) -> str:
     counts = kept.documents.as_dict()
+    odd = [f"{n:,} {name}" for name, n in counts.items() if n and name not in ("read", "long")]
     said = f"{kept.units:,} units, {kept.tokens:,} tokens, {kept.documents.read:,} documents"
-    for what, names in (("skipped", _SKIPPED), ("repaired", _REPAIRED)):
-        if found := [f"{counts[name]:,} {words}" for name, words in names.items() if counts[name]]:
-            said += f"; {what}: {', '.join(found)}"
-    return said
+    return said + (f"; skipped or repaired: {', '.join(odd)}" if odd else "")
 
 
-def _needed(config: RunConfig) -> int | None:
+def _steps_of(config: RunConfig) -> int | None:
     """Return how many steps' text a run needs; None: all of it, since a run counts the tokens of its epochs first."""
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
         return None
@@ -132,16 +120,7 @@ def _needed(config: RunConfig) -> int | None:
     return min(steps, config.trainer.overfit_batches or steps)
 
 
-def _steps(typed: str | None) -> int | None:
-    """Return the number that `--steps` has. Raises UserError for another text than a number from 1 on."""
-    if typed is None:
-        return None
-    if not (typed.isascii() and typed.isdigit() and 0 < int(typed) <= 10**9):
-        raise UserError.of(f"--steps {typed}: not a whole number from 1 to 1000000000", "--steps 100, for instance")
-    return int(typed)
-
-
-def _without_cache(config: RunConfig) -> Iterator[Problem]:
+def _find_uncached(config: RunConfig) -> Iterator[Problem]:
     """Find the sources whose tokens would be kept nowhere."""
     for name, source in mixture.sources_of(config.data):
         if isinstance(source, TextData) and source.cache_dir is None:
@@ -149,11 +128,10 @@ def _without_cache(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}=null: no folder to keep the tokens in", f"add {key}=FOLDER, also to the run")
 
 
-def _begin_log() -> None:
-    """Send this program's log to stderr, and no library's but its warnings."""
-    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    spool.clear()
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", metavar="N", help="the text of the first N steps; without it, of the whole run")
+    length.add_argument(
+        "--steps", type=_positive, metavar="N", help="the text of the first N steps; without it, of the whole run"
+    )
     length.add_argument("--all", action="store_true", help="the whole text, whatever the run needs of it")
     return parser
 

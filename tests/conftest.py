@@ -29,7 +29,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hub() -> Iterator[Hub]:
     """A hub with the data sets of `hub_runs.repos`."""
     from tests.data.hub import Hub
@@ -39,7 +39,7 @@ def hub() -> Iterator[Hub]:
         yield served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A process that reads from it."""
     from tests.data.hub_runs import Client

@@ -86,7 +86,7 @@ ONLY_IN = {
     "torchao": ["precision.float8_config", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data", "compat.hub"],
-    "tokenizers": ["data.tokenizer_files"],
+    "tokenizers": ["data.tokenizer"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.record", "reports.render", "measure.schedule_plot"],
     "yaml": ["compose", "reports.sweep", "train.hyper_parameters"],

@@ -25,7 +25,7 @@ RUN = ["python", "-m", "gpt2_fp8.run"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 OTHERS = {"accelerate", "docker", "export", "lm_eval", "pip", "pytest", "sbatch", "srun", "tensorboard", "torchrun"}
 CHECKS = {
-    "gpt2_fp8.run": preflight, "gpt2_fp8.schedule": preflight, "gpt2_fp8.prepare": lambda argv: prepare.asked(argv)[1],
+    "gpt2_fp8.run": preflight, "gpt2_fp8.schedule": preflight, "gpt2_fp8.prepare": lambda argv: prepare.parse(argv)[1],
     "gpt2_fp8.bench": lambda argv: benchmark.preflight(argv, True)[1],
 }  # fmt: skip
 ONLY_SOMETIMES = {"mfu_bf16", "gpu_power_watts", "gpu_utilization", "penalty"}  # metrics of a GPU, or of an option

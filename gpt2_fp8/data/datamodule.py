@@ -1,28 +1,115 @@
-"""The Lightning data module: one item of the training loader is one rank's share of one optimizer step.
+"""The Lightning data module and its loaders: one item of training is one rank's share of one optimizer step.
 
 What was trained on is told by `advance`, and only that is saved: batches that Lightning or pinned memory hold ahead of
 the step are simply made again after a resume. The state does not depend on the number of ranks or workers.
+
+Loaders are sized and iterable. Sized: Lightning fetches one item ahead of an unsized loader to know which item is the
+last, and a checkpoint would then be one item ahead. Iterable: Lightning then does not distribute the items over the
+ranks a second time.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.data_schema import TextOfARun
+from gpt2_fp8.config.errors import DataSourceLost, Problem, RunError, UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.loaders import Cursor, Steps, Validation
-from gpt2_fp8.data.packing import Batches
-from gpt2_fp8.data.progress import named
-from gpt2_fp8.data.sources import DataSettings, build_parts
+from gpt2_fp8.data.lane import Batches, Cursor
+from gpt2_fp8.data.progress import label
+from gpt2_fp8.data.sources import build_parts
 from gpt2_fp8.data.token_stream import Shape, TokenStream
-from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
-from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
+from gpt2_fp8.data.units import Tokens
+from gpt2_fp8.runtime.collectives import rank_and_world
+
+PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
+
+
+class Steps(IterableDataset[dict[str, Any]]):
+    """The remaining steps of a run. `len` is of the whole run, since Lightning continues its count after a resume.
+
+    Args:
+        start: called when iteration starts; returns the number of steps done, and the batches from there on.
+        max_steps: the step after which the run ends.
+        overfit_batches: repeat the first N batches without end (then `start` gives the very first ones); 0: off.
+    """
+
+    def __init__(self, start: Callable[[], tuple[int, Batches]], max_steps: int, overfit_batches: int):
+        self.start, self.max_steps, self.overfit_batches = start, max_steps, overfit_batches
+        self.wait_seconds = 0.0  # spent in here, while training waits
+
+    def __len__(self) -> int:
+        return self.max_steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        items = self._items()
+        while True:
+            before = time.perf_counter()
+            item = next(items, None)
+            self.wait_seconds += time.perf_counter() - before
+            if item is None:
+                return
+            yield item
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        step, batches = self.start()
+        assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again without end
+        try:
+            kept = [torch.from_numpy(batches.next()) for _ in range(self.overfit_batches)]
+            while step < self.max_steps:
+                ids = kept[step % len(kept)] if kept else torch.from_numpy(batches.next())
+                step += 1
+                cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state(), "units": batches.begun()}
+                yield {"ids": ids, "cursor": cursor}
+        except RunError as error:  # otherwise the exit would wait for workers in the midst of their own retries
+            batches.close()
+            if isinstance(error, DataSourceLost):
+                error.lead = "\nwhen it answers again: "
+            raise
+
+
+class Validation(IterableDataset[dict[str, Any]]):
+    """One rank's rows of the validation sequences of each source, uint16 or uint32 [n, n_positions + 1].
+
+    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences. An
+    item is of one source. The only source of a run has the name "".
+    """
+
+    def __init__(self, sources: dict[str, Tokens], micro_batch_size: int):
+        self.named = "" not in sources
+        self.rows = min(micro_batch_size, max(_rows_per_rank(blocks) for blocks in sources.values()))
+        self.ids = [self._mine(blocks) for blocks in sources.values()]
+
+    def _mine(self, blocks: Tokens) -> Tensor:
+        """Return this rank's rows of a source, int32 [items * rows, n_positions + 1], with its padding."""
+        rank, world = rank_and_world()
+        items = -(-_rows_per_rank(blocks) // self.rows)
+        mine = torch.from_numpy(blocks[rank::world].astype("int32"))
+        padding = torch.full((items * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
+        return torch.cat([mine, padding])
+
+    def __len__(self) -> int:
+        return sum(len(ids) for ids in self.ids) // self.rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for source, rows in enumerate(self.ids):
+            for ids in rows.split(self.rows):
+                yield {"ids": ids, "source": source} if self.named else {"ids": ids}
+
+
+def _rows_per_rank(blocks: Tokens) -> int:
+    """Return how many rows of a source's blocks each rank has, padding included."""
+    return -(-len(blocks) // rank_and_world()[1])
 
 
 class TokenDataModule(LightningDataModule):
@@ -43,7 +130,7 @@ class TokenDataModule(LightningDataModule):
 
     def __init__(
         self,
-        config: DataSettings,
+        config: TextOfARun,
         *,
         n_positions: int,
         global_batch_size: int,
@@ -93,9 +180,7 @@ class TokenDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Find the units, read as much as shows that there is text to train on, and the validation sequences.
 
-        Raises:
-            UserError: the text is missing, unreadable or too short; or not that of the state that was loaded.
-            DataSourceLost: the source does not answer.
+        Raises what `TokenStream` and `load_state_dict` do.
         """
         if self.text is not None:
             return
@@ -114,13 +199,13 @@ class TokenDataModule(LightningDataModule):
         """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
 
         Those of a mixture have a "source" too, the place of their only source in `val_sources`.
-        Every rank has as many items of the same shape; rows of -1 (`loaders.PADDING`) fill up where sequences lack.
+        Every rank has as many items of the same shape; rows of -1 (`PADDING`) fill up where sequences lack.
         Empty where data.val_sequences is 0.
         """
         assert self.text is not None, "setup() comes first"
         if not self.text.val:
             return []
-        rows = Validation(self.text.val, self.micro_batch_size, self.vocab_size)
+        rows = Validation(self.text.val, self.micro_batch_size)
         # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
         # done once more.
         return DataLoader(
@@ -167,24 +252,19 @@ class TokenDataModule(LightningDataModule):
         return {} if self.text is None else self.text.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` stands; may be called before `setup` or after it.
-
-        Raises:
-            UserError: the text, the tokenizer or what else makes the order is not what it was (every difference).
-            TypeError, ValueError: it is no state of this order.
-        """
+        """Go on where `state_dict` stands; may be called before `setup` or after it. Raises as `Progress.restore`."""
         if self.text is not None:
-            self.text.restore(state_dict)
+            self.text.progress.restore(state_dict)
         self._loaded = state_dict if self.text is None else None
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:
         """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
         assert self.text is not None, "setup() comes first"
-        return list(self.text.progress.other_settings(state_dict))
+        return list(self.text.progress.find_differences(state_dict))
 
     def identity(self) -> dict[str, str]:
         """Return what tells the text and its order from others, by name; empty before `setup`."""
-        return {} if self.text is None else named(self.text.progress.fingerprint)
+        return {} if self.text is None else label(self.text.progress.fingerprint)
 
     def report(self) -> dict[str, Any]:
         """For `summary.json`: the source, the documents that training has come to, and this rank's reading."""
@@ -206,7 +286,7 @@ class TokenDataModule(LightningDataModule):
         With overfit_batches, the batches are the very first ones.
         """
         assert self.text is not None, "setup() comes first"
-        return self.text.batches(self.vocab_size, from_start=bool(self.overfit_batches))
+        return self.text.batches(from_start=bool(self.overfit_batches))
 
 
 def _arguments(config: RunConfig) -> dict[str, int]:

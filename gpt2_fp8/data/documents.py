@@ -16,10 +16,8 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian, narrowed
-from gpt2_fp8.data.tokenizer import encode
-from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.tokenizer import FileTokenizer, Tokenizer, encode
+from gpt2_fp8.data.units import DocumentCounts, Tokens, Unit, dtype_of, little_endian, narrow_ids
 
 PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
 
@@ -97,16 +95,11 @@ def tokenise(
     return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops), replaced / characters if much else 0.0)
 
 
-def said_replaced(unit: Unit, tokenised: TokenisedUnit) -> str:
-    """Return what to say of a unit whose text is in another encoding."""
-    return f"{printable(unit.name)}: {tokenised.replaced:.2%} of the characters are no UTF-8, and became U+FFFD"
-
-
 def _encoded(text: str, encoding: Tokenizer, unit: str) -> Iterator[Tokens]:
     """Yield the ids of a text, of `PIECE_CHARACTERS` characters at a time."""
     if len(text) > PIECE_CHARACTERS and isinstance(encoding, FileTokenizer) and encoding.pieces is not None:
         for ids in encoding.pieces(text, PIECE_CHARACTERS):
-            yield narrowed(np.array(ids, dtype=np.uint32), encoding.n_vocab, unit)
+            yield narrow_ids(np.array(ids, dtype=np.uint32), encoding.n_vocab, unit)
     else:
         yield from (encode(encoding, piece, unit) for piece in cut(text))
 

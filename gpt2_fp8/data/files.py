@@ -1,26 +1,24 @@
-"""Local files: which ones exist, what is wrong with them, and which part of them is held out."""
+"""Local files: which ones exist, what is wrong with them, and which part of them is held out. And Python's own."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.data import file_check, formats
-from gpt2_fp8.data.progress_log import ProgressLog
-from gpt2_fp8.data.retry import LOCAL_WAITS
-from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
+from gpt2_fp8.data import formats
+from gpt2_fp8.data.units import LOCAL_WAITS, Corpus, DocumentCounts, TextFile, Unit
 
 log = logging.getLogger(__name__)
 
-ALL_HELD_OUT = Problem(
-    "data.val_files takes every file of data.train_files that is not empty", "leave some to train on"
-)
+_HEAD_BYTES = 4096
 
 
 @dataclass
@@ -40,87 +38,138 @@ class FilesSource:
     def corpus(self) -> Corpus:
         """Return the units of all files, in the order of the patterns and of the sorted names within each.
 
-        Empty files are skipped, and logged.
-
-        Raises:
-            UserError: every pattern without a match, every name with control characters, every unknown ending, and
-                every file without a text column.
+        Raises UserError: every pattern without a match, every file of an unknown kind or without text.
         """
-        problems: list[Problem] = []
-        train, val = both_sides(self.train_files, self.val_files, formats.ENDINGS, problems)
-        looking = ProgressLog("looking into files", len(train) + len(val))
-        for done, path in enumerate([*train, *val]):
-            looking.at(done)
-            problems += file_check.problems(path, self.text_column)
-        if val and not train and not problems:
-            problems.append(ALL_HELD_OUT)
-        if problems:
-            raise UserError(problems)
+        train, val = find_files(self.train_files, self.val_files, formats.ENDINGS, self._find_problems)
         about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
-        if val:
-            return Corpus(_whole(train), _whole(val), about)
-        if self.val_fraction == 0:
-            return Corpus(_whole(train), [], about)
-        parts = [formats.held_out(path, self.val_fraction) for path in _each(train)]
+        if val or self.val_fraction == 0:
+            whole = [[unit for path in paths for unit in formats.cut_units(path)] for paths in (train, val)]
+            return Corpus(whole[0], whole[1], about)
+        parts = [formats.cut_held_out(path, self.val_fraction) for path in train]
         return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
         """Return the unit's documents."""
-        return formats.read(unit, self.text_column, counts)
+        return formats.read_unit(unit, self.text_column, counts)
 
-    def is_current(self, unit: Unit) -> bool:
-        """Return whether the file has the size and modification time that it had at the start."""
-        return unit.version.startswith(TextFile.local(unit.path).version)
+    def _find_problems(self, path: Path) -> list[Problem]:
+        """Return what is wrong with a file, by its first bytes or its footer."""
+        try:
+            with formats.content_errors(str(path)):
+                if formats.ending(path) not in (".txt", ".jsonl"):
+                    formats.check_column(TextFile.local(path), self.text_column)
+                    return []
+                with path.open("rb") as file:
+                    head = file.read(_HEAD_BYTES)
+                text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these
+                if not text or text.count(0) * 8 > len(text):
+                    return [
+                        Problem(f"{path} is no text: its first bytes are NUL (as in UTF-16)", "convert it to UTF-8")
+                    ]
+                if formats.ending(path) == ".jsonl":
+                    formats.check_column(TextFile.local(path), self.text_column)
+        except UserError as error:
+            return error.problems
+        except OSError as error:
+            return formats.unreadable(path, error).problems
+        return []
 
 
-def both_sides(
-    train_files: list[str], val_files: list[str], kinds: tuple[str, ...], problems: list[Problem]
+def find_files(
+    train: list[str], val: list[str], kinds: tuple[str, ...], find_problems: Callable[[Path], list[Problem]]
 ) -> tuple[list[Path], list[Path]]:
     """Return the files to train on and those to validate with, each once, without empty ones (which are logged).
 
     Without any to train on, which no run may have, an evaluation looks at the others in their place. `kinds` are the
-    endings of their names. What is wrong with the patterns is added to `problems`.
+    endings of their names. Raises UserError with everything that is wrong with patterns, names and files, each of which
+    `find_problems` looks into.
     """
-    if not train_files and not val_files:
-        problems.append(
-            Problem("data.train_files is empty", f"name your files: data.train_files='[/corpus/*{kinds[-1]}]'")
-        )
-    held_out = _resolve(val_files, kinds, problems)
-    val = list(held_out.values())
-    train = [path for real, path in _resolve(train_files, kinds, problems).items() if real not in held_out]
-    return (train, val) if train_files else (val, val)
+    problems: list[Problem] = []
+    if not train and not val:
+        problems.append(Problem("data.train_files is empty"))
+    held_out = _resolve(val, problems)
+    rest = [path for real, path in _resolve(train, problems).items() if real not in held_out]
+    if train and held_out and not rest and not problems:
+        problems.append(Problem("data.val_files takes every file of data.train_files that is not empty"))
+    for path in [*rest, *held_out.values()]:
+        if path.name.lower().endswith(kinds):
+            problems += find_problems(path)
+        else:
+            problems.append(Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(kinds)}"))
+    if problems:
+        raise UserError(problems)
+    return (rest if train else [*held_out.values()]), [*held_out.values()]
 
 
-def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> dict[str, Path]:
+def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
     """Return the files that `patterns` name, each once, as it is named first; by their real paths."""
     found: dict[str, Path] = {}
     for pattern in patterns:
         matches = disk.find(pattern)
         reasons = {path: reason for path in matches if (reason := disk.why_unreadable(path))}
-        named = [path for path in matches if not str(path).isprintable()]
         files = [path for path in matches if path not in reasons]
         if not matches:
             what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
-            problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
-        elif named:
-            problems.append(Problem(str(disk.why_unreadable(named[0])), "rename the file, or leave it out"))
+            problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})"))
         elif not files:
-            problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
+            problems.append(Problem(reasons[matches[0]]))
         for path in files:
             found.setdefault(disk.real_path(path), path)
-    empty = {path: None for path in found.values() if path.stat().st_size == 0 and path.name.lower().endswith(kinds)}
+    empty = {path for path in found.values() if path.stat().st_size == 0}
     if empty:
-        first = ", ".join(map(str, [*empty][:5]))
-        log.warning("data: %d files are empty and are skipped: %s", len(empty), first)
+        log.warning("data: %d files are empty and are skipped, such as %s", len(empty), min(empty))
     return {real: path for real, path in found.items() if path not in empty}
 
 
-def _whole(paths: list[Path]) -> list[Unit]:
-    return [unit for path in _each(paths) for unit in formats.units(path)]
+# Pure-Python modules that are in all of CPython 3.11 to 3.14, also in Debian's split packages.
+TRAIN_MODULES = """
+_collections_abc.py _pydecimal.py _pyio.py _strptime.py _weakrefset.py abc.py argparse.py ast.py
+asyncio/base_events.py asyncio/events.py asyncio/futures.py asyncio/locks.py asyncio/queues.py
+asyncio/selector_events.py asyncio/sslproto.py asyncio/streams.py asyncio/subprocess.py asyncio/tasks.py
+asyncio/unix_events.py base64.py bdb.py bz2.py calendar.py cmd.py code.py codecs.py collections/__init__.py
+compileall.py concurrent/futures/_base.py concurrent/futures/process.py concurrent/futures/thread.py configparser.py
+contextlib.py copy.py csv.py dataclasses.py dis.py doctest.py email/_header_value_parser.py email/charset.py
+email/generator.py email/header.py email/headerregistry.py email/message.py email/utils.py enum.py filecmp.py
+fileinput.py fractions.py ftplib.py functools.py getopt.py gettext.py glob.py graphlib.py gzip.py hmac.py
+html/parser.py http/client.py http/cookiejar.py http/cookies.py http/server.py imaplib.py importlib/_bootstrap.py
+importlib/_bootstrap_external.py inspect.py ipaddress.py json/decoder.py json/encoder.py locale.py
+logging/__init__.py logging/config.py logging/handlers.py lzma.py mimetypes.py modulefinder.py
+multiprocessing/connection.py multiprocessing/managers.py multiprocessing/pool.py multiprocessing/queues.py netrc.py
+ntpath.py numbers.py operator.py optparse.py os.py pdb.py pickle.py pickletools.py pkgutil.py platform.py
+plistlib.py poplib.py posixpath.py pprint.py pstats.py pyclbr.py pydoc.py queue.py random.py reprlib.py runpy.py
+sched.py selectors.py shelve.py shlex.py shutil.py smtplib.py socket.py socketserver.py ssl.py subprocess.py
+symtable.py tempfile.py threading.py timeit.py tokenize.py trace.py traceback.py tracemalloc.py types.py typing.py
+unittest/case.py unittest/mock.py urllib/parse.py urllib/request.py uuid.py wave.py weakref.py webbrowser.py
+xml/dom/minidom.py xmlrpc/client.py zipimport.py zoneinfo/_zoneinfo.py
+""".split()  # noqa: SIM905  # a list of strings would be four screens long
+VAL_MODULES = ["bisect.py", "difflib.py", "heapq.py", "mailbox.py", "statistics.py", "tarfile.py", "textwrap.py"]
 
 
-def _each(paths: list[Path]) -> Iterator[Path]:
-    looking = ProgressLog("cutting files into units", len(paths))
-    for done, path in enumerate(paths):
-        looking.at(done)
-        yield path
+@dataclass
+class StdlibSource:
+    """Python's standard library: about 3 MB of real text on every machine. A module is a unit."""
+
+    folder: str = sysconfig.get_path("stdlib")
+    waits: tuple[float, ...] = ()  # a local read that fails once fails again
+
+    def corpus(self) -> Corpus:
+        """Return one unit a module. Raises UserError if half of the modules or more are missing."""
+        train, val = ([unit for name in names if (unit := self._unit(name))] for names in (TRAIN_MODULES, VAL_MODULES))
+        missing = len(TRAIN_MODULES) + len(VAL_MODULES) - len(train) - len(val)
+        if len(train) < len(TRAIN_MODULES) / 2 or not val:
+            raise UserError.of(f"this Python has no source of its standard library in {self.folder}: {missing} modules "
+                               "are missing", "use text of your own: data=text_files")  # fmt: skip
+        if missing:
+            log.info("data: %d modules are not part of this Python's library and are left out", missing)
+        return Corpus(train, val, {"kind": "stdlib", "modules": len(train) + len(val)})
+
+    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[bytes]:
+        """Return the module's source, as one document."""
+        yield Path(unit.path).read_bytes()
+
+    def _unit(self, name: str) -> Unit | None:
+        path = Path(self.folder, name)
+        if not path.is_file():
+            return None
+        content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # differs between releases of Python
+        return Unit(f"stdlib/{name}@{content}", str(path))

@@ -4,8 +4,6 @@
 .jsonl    one document a line, under the text column's key; units are ranges of about `RANGE_BYTES`
 .jsonl.zst  the same; a unit is the whole file, since no read can start in the middle of it
 .parquet  one document a row; a unit is a row group
-
-Files may come from strangers. So the size that a small file unpacks to is bounded, and so is the memory for a line.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from typing import Any, BinaryIO
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import parquet
 from gpt2_fp8.data.units import DocumentCounts, TextFile, Unit
 
 RANGE_BYTES = 8 << 20
 HEAD_LINES = 100
-SEARCHED_LINES = 8  # times the longest line that is read: the end of a longer line is searched for in that many bytes
+KEPT_FOOTER_BYTES = 64 << 20
 ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
+
+_footers: dict[tuple[str, str], Any] = {}  # by name and version of the file
 
 
 def ending(path: str | Path) -> str | None:
@@ -38,11 +37,11 @@ def ending(path: str | Path) -> str | None:
     return next((e for e in ENDINGS if str(path).lower().endswith(e)), None)
 
 
-def units(path: Path) -> list[Unit]:
+def cut_units(path: Path) -> list[Unit]:
     """Cut the whole file into units."""
     kind, size = ending(path), path.stat().st_size
     if kind == ".parquet":
-        cuts = list(range(parquet.metadata(TextFile.local(path)).num_row_groups + 1))
+        cuts = list(range(read_footer(TextFile.local(path)).num_row_groups + 1))
     elif kind == ".jsonl.zst":
         cuts = [0, size]
     else:
@@ -52,25 +51,24 @@ def units(path: Path) -> list[Unit]:
                 if at > cuts[-1]:  # otherwise the first line from `at` on starts at that cut
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
-    about = TextFile.local(path).version + (
-        " marks" if kind == ".jsonl.zst" else ""
-    )  # once, marks were not part of such text
+    # " marks": once, byte order marks were part of such text, and caches have it
+    about = TextFile.local(path).version + (" marks" if kind == ".jsonl.zst" else "")
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
 
-def held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
+def cut_held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
     """Return the units to train on and those to validate with. `fraction` of the file is for the latter."""
-    whole = units(path)
+    whole = cut_units(path)
     if ending(path) != ".txt":
         sides = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
         return next(sides), next(sides)
     size = path.stat().st_size
     with path.open("rb") as file:
         cut = cut_after_newline(file, int(size * (1 - fraction)), hard=True)
-    return _between(whole, 0, cut), _between(whole, cut, size)
+    return _clip(whole, 0, cut), _clip(whole, cut, size)
 
 
-def _between(whole: list[Unit], start: int, stop: int) -> list[Unit]:
+def _clip(whole: list[Unit], start: int, stop: int) -> list[Unit]:
     """Return the units of a .txt, clipped to a range of bytes."""
     clipped = (replace(u, start=max(u.start, start), stop=min(u.stop, stop)) for u in whole)
     return [replace(u, name=f"{u.name} [{u.start}:{u.stop}]") for u in clipped if u.start < u.stop]
@@ -80,29 +78,19 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
     """Return the first start of a line from byte `at` on; the file's size if there is none.
 
     With `hard`, and no start of a line within 1 MiB, it is `at` itself, moved on to the start of a UTF-8 character.
-    Raises UserError for a hole (a MiB of NUL bytes), and for a line that does not end.
     """
     if at <= 0:
         return 0
     file.seek(at - 1)  # a newline there makes `at` itself the start of a line
     window = first = file.readline(1 << 20)
-    if len(first) == 1 << 20 and not first.strip(b"\0"):
-        remedy = "it was not written to its end, or has a hole: make it again"
-        raise _no_lines(file, at, "only NUL bytes in the MiB", remedy)
     while window and not window.endswith(b"\n") and not hard:
-        if file.tell() - at > (most := SEARCHED_LINES * parquet.LINE_BYTES):
-            raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")
         window = file.readline(1 << 20)
     if window.endswith(b"\n") or not hard:
         return file.tell()
     return at + next((i for i, byte in enumerate(first[1:5]) if byte & 0xC0 != 0x80), 0)
 
 
-def _no_lines(file: BinaryIO, at: int, what: str, remedy: str) -> UserError:
-    return UserError.of(f"{file.name} has {what} from byte {at:,} on", f"{remedy}, or leave it out")
-
-
-def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
+def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
     """Return the documents of a unit: bytes, str, or what a file has in their place.
 
     Raises UserError if the file is damaged or has no text under `column`. Raises OSError if the system cannot read it,
@@ -115,7 +103,8 @@ def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
                 text.seek(unit.start)
                 yield text.read(unit.stop - unit.start)
         elif ending(unit.path) == ".jsonl":
-            yield from json_documents(objects(lines(unit)), column, counts, file)
+            with file.open() as text:
+                yield from read_json(_lines_of(text, unit), column, counts, file)
         else:
             yield from read_file(file, range(unit.start, unit.stop), column, counts)
 
@@ -129,22 +118,21 @@ def read_file(
     """
     kind, compression = kind_of(file.name) or ("", "")
     if kind == "parquet":
-        yield from parquet.read(file, groups, column)
+        yield from _read_parquet(file, groups, column)
         return
     with file.open() as raw, _unpacked(raw, compression) as text:
-        found = _bounded(text, file, most)
         if kind == "json" and text.peek(1)[:1] == b"[":
-            listed: Any = _parsed(b"".join(line or b"" for line in _bounded(text, file)).decode())
-            own = (values if isinstance(values, dict) else None for values in listed)
-            yield from json_documents(own, column, counts, file)
+            listed: Any = _parsed(text.read().decode())
+            rows: Iterable[Any] = (values if isinstance(values, dict) else None for values in listed)
         else:
-            yield from json_documents(objects(found), column, counts, file)
+            rows = itertools.islice(text, most)
+        yield from read_json(rows, column, counts, file)
 
 
 def check_column(file: TextFile, column: str) -> None:
     """Raise UserError if a parquet file, or the first hundred lines of another one, have no text under `column`."""
     if (kind_of(file.name) or ("",))[0] == "parquet":
-        parquet.check(file, column)
+        check_schema(read_footer(file).schema.to_arrow_schema(), file, column)
     else:  # as far as the first text
         any(isinstance(found, str) for found in read_file(file, range(0), column, DocumentCounts(), HEAD_LINES))
 
@@ -174,16 +162,19 @@ def unreadable(path: str | Path, error: Exception) -> UserError:
     return UserError.of(f"cannot read {printable(str(path))}: {reason}", "repair the file or leave it out")
 
 
-def json_documents(
-    rows: Iterable[dict[str, object] | None], column: str, counts: DocumentCounts, file: TextFile
+def read_json(
+    rows: Iterable[bytes | dict[str, object] | None], column: str, counts: DocumentCounts, file: TextFile
 ) -> Iterator[object]:
-    """Return the value of `column` in each object. None, for what is no object, counts as broken.
+    """Return the value of `column` in each object, or line that has one. What is no object counts as broken.
 
     Raises UserError at the end if there are objects, and the value of none was text or null.
     """
     first: dict[str, object] | None = None
     fits = False
-    for values in rows:
+    for row in rows:
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        values = parse_line(row) if isinstance(row, bytes) else row
         if values is None:
             counts.broken += 1
             continue
@@ -196,19 +187,8 @@ def json_documents(
         raise file.no_column(column, [key for key in first if isinstance(first[key], str)] or [*first])
 
 
-def objects(found: Iterable[bytes | None]) -> Iterator[dict[str, object] | None]:
-    """Return the JSON object in each line that is not blank; None for a line that is too long or has none."""
-    for line in found:
-        if line is None or line.strip():
-            values = row(line)
-            del line  # it may be as large as the document
-            yield values
-
-
-def row(line: bytes | None) -> dict[str, object] | None:
+def parse_line(line: bytes) -> dict[str, object] | None:
     """Return the JSON object in a line, or None if there is none."""
-    if line is None:
-        return None
     # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them.
     text = line.removeprefix(BOM_UTF8).decode(errors="surrogateescape")  # joined files have marks at inner lines too
     try:
@@ -228,20 +208,11 @@ def _parsed(text: str) -> object:
         return json.loads(text, parse_int=float)
 
 
-def lines(unit: Unit) -> Iterator[bytes | None]:
-    """Return the lines of a range of a file, with None for one of more than `limits.LINE_BYTES`."""
-    with open(unit.path, "rb") as file:
-        file.seek(unit.start)
-        yield from (line for line, _ in parquet.lines(file, unit.stop - unit.start))
-
-
-def _bounded(text: Any, file: TextFile, most: int | None = None) -> Iterator[bytes | None]:
-    """Return the lines of a file, as `lines` does, or `most` of them. Raises UserError for too many."""
-    left = parquet.allowed(file.size)
-    for line, length in itertools.islice(parquet.lines(text, parquet.LINE_BYTES if most else left), most):
-        left -= parquet.ROW_BYTES + length
-        if left < 0:
-            raise parquet.unfolds(file.name)
+def _lines_of(file: BinaryIO, unit: Unit) -> Iterator[bytes]:
+    file.seek(unit.start)
+    left = unit.stop - unit.start
+    while left > 0 and (line := file.readline(left)):
+        left -= len(line)
         yield line
 
 
@@ -250,3 +221,54 @@ def _unpacked(raw: Any, compression: str) -> io.BufferedReader:
 
     codec = {"gz": "gzip", "zst": "zstd"}.get(compression, compression)
     return io.BufferedReader(pa.CompressedInputStream(raw, codec) if codec else raw, 1 << 20)  # of many frames, too
+
+
+def read_footer(file: TextFile) -> Any:
+    """Return a parquet file's footer. Those that were read last are kept, since each row group is read by itself."""
+    import pyarrow.parquet as pq
+
+    key = (file.name, file.version)
+    footer = _footers.pop(key, None)
+    if footer is None:
+        with file.open() as raw:
+            footer = pq.read_metadata(raw)
+    _footers[key] = footer
+    while len(_footers) > 1 and sum(kept.serialized_size for kept in _footers.values()) > KEPT_FOOTER_BYTES:
+        del _footers[next(iter(_footers))]
+    return footer
+
+
+def check_schema(schema: Any, file: TextFile, column: str) -> None:
+    """Raise UserError if a file's Arrow schema has no such column of text. One of nulls alone may be."""
+    import pyarrow as pa
+
+    types = {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
+    t = pa.types
+    kinds = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
+    text = [name for name, own in types.items() if any(is_kind(own) for is_kind in kinds)]
+    if column not in text and not (column in types and t.is_null(types[column])):
+        raise file.no_column(column, text or [f"{name} ({own})" for name, own in types.items()])
+
+
+def _read_parquet(file: TextFile, groups: range, column: str) -> Iterator[bytes | None]:
+    """Read the documents of some row groups. Raises UserError if there is no such column of text."""
+    import pyarrow.parquet as pq
+
+    footer = read_footer(file)
+    check_schema(footer.schema.to_arrow_schema(), file, column)
+    with file.open() as raw, pq.ParquetFile(raw, metadata=footer, page_checksum_verification=True) as opened:
+        for batch in opened.iter_batches(256, list(groups), [column], use_threads=False):
+            yield from as_documents(batch.column(0))
+
+
+def as_documents(column: Any) -> list[bytes | None]:
+    """Return the values of an Arrow column of text, as bytes.
+
+    Arrow checks UTF-8 only when it makes a str, and then it raises.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    documents: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+    return documents

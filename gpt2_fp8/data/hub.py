@@ -9,27 +9,60 @@ with HF_HUB_OFFLINE=1, or while the hub does not answer.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from gpt2_fp8.compat import hub as client
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import formats, hub_client, parquet
-from gpt2_fp8.data.hub_listing import Listing
-from gpt2_fp8.data.retry import HUB_WAITS, with_retries
+from gpt2_fp8.data import formats
+from gpt2_fp8.data.reader import HUB_WAITS, with_retries, write_whole
 from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
 
 log = logging.getLogger(__name__)
 
+TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's client has waits without an end
 BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read now, but of parquet
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The commit of a revision, and for each split its files and their number of shards."""
+
+    commit: str
+    files: dict[str, list[str]]
+    shards: dict[str, int]
+
+    @staticmethod
+    def load(path: Path | None) -> Listing | None:
+        """Return what was stored; None if there is nothing, or nothing of this form."""
+        if path is None or not path.is_file():
+            return None
+        try:
+            listing = Listing(**json.loads(path.read_bytes()))
+            assert {"train", "val"} <= listing.files.keys()
+            return listing
+        except (OSError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            log.warning("data: %s is damaged (%s) and is not used", path, type(error).__name__)
+            return None
+
+    def store(self, path: Path | None) -> None:
+        """Keep the listing. A failure is logged; a later run without the hub then has none."""
+        try:
+            if path is not None:
+                write_whole(path, json.dumps(asdict(self)).encode())
+        except OSError as error:
+            log.warning("data: cannot keep a listing in data.cache_dir: %s", error)
 
 
 @dataclass
@@ -54,16 +87,18 @@ class HubSource:
     def corpus(self) -> Corpus:
         """Ask the hub which files there are. If it is out of reach, use its last answer.
 
-        Raises:
-            UserError: the hub knows no such data set, revision, file or column, or does not let this user read it.
-            DataSourceLost: the hub does not answer.
+        Raises UserError if the hub refuses what is asked, DataSourceLost if it does not answer.
         """
+        from huggingface_hub import is_offline_mode
+
         asked = [self.repo, self.revision, *self.train_files, "", *self.val_files, "", self.text_column]
-        known = Listing.load(self.cache_dir, asked)
-        if known is None or not _is_offline():
+        name = f"hub-{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]}.json"
+        path = self.cache_dir and self.cache_dir / name
+        known = Listing.load(path)
+        if known is None or not is_offline_mode():
             try:
                 known = self._ask()
-                known.store(self.cache_dir, asked)
+                known.store(path)
             except DataSourceLost as error:
                 if known is None:
                     raise
@@ -77,9 +112,9 @@ class HubSource:
         """Read the rows of a row group, or of a whole file, again from its start."""
         split, listing = unit.path, self._listing
         assert listing is not None, "corpus() comes first"
-        hub_client.bound_waits()
+        bound_waits()
         paths = listing.files[split]
-        with self._guarded():
+        with self._refusals():
             if split not in self._counts:  # the hub was out of reach at the start
                 self._counts[split] = self._count(listing.commit, paths)
             ends = [*accumulate(self._counts[split])]
@@ -92,56 +127,48 @@ class HubSource:
                 else:
                     yield from self._read_by_datasets(file, paths[at])
 
-    def is_current(self, unit: Unit) -> bool:
-        """Return True: a commit's files do not change."""
-        return True
-
     def _ask(self) -> Listing:
         """Ask for what the hub holds now."""
-        first = self.waits[:4]  # nothing is lost yet, so the user learns soon, without the long waits of a run
-        hub_client.bound_waits()
-        commit, files = self._tried(self._files, f"the list of {self.repo}", first, first_contact=True)
+        bound_waits()
+        commit, files = self._tried(self._find_files, f"the list of {self.repo}")
         for split, paths in files.items():
             if paths:
                 what = f"the {split} files of {self.repo}"
-                self._counts[split] = self._tried(partial(self._count, commit, paths), what, first)
+                self._counts[split] = self._tried(partial(self._count, commit, paths), what)
         return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
 
-    def _tried(self, action: Callable[[], Any], what: str, waits: tuple[float, ...], **how: bool) -> Any:
-        def guarded() -> Any:
-            with self._guarded():
+    def _tried(self, action: Callable[[], Any], what: str) -> Any:
+        def refused() -> Any:
+            with self._refusals():
                 return action()
 
-        return with_retries(guarded, what, waits, **how)[0]
+        # Nothing is lost yet, so the user learns soon, without the long waits of a run.
+        return with_retries(refused, what, self.waits[:3])[0]
 
-    def _files(self) -> tuple[str, dict[str, list[str]]]:
+    def _find_files(self) -> tuple[str, dict[str, list[str]]]:
         """Return the commit that the revision names, and the files of each split at that commit."""
         from huggingface_hub import HfApi
 
-        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub_client.TIMEOUT_SECONDS).sha
+        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT_SECONDS).sha
         assert commit
         root = f"datasets/{self.repo}@{commit}/"
         problems: list[Problem] = []
-        empty = 0
         found: dict[str, list[str]] = {"train": [], "val": []}
         for split, patterns in (("train", self.train_files), ("val", self.val_files)):
             for pattern in patterns:
                 entries: Any = self._file_system().glob(root + pattern, detail=True)
                 matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
-                empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
                 names = [path.removeprefix(root) for path in matches]
                 found[split] = [*dict.fromkeys([*found[split], *names])]
                 if not matches:
                     what = f"{self.repo} has no file {pattern} at revision {self.revision}"
                     problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
-        if problems:
-            raise UserError(problems)
-        if empty:
-            log.warning("data: %d files of %s are empty and are skipped", empty, self.repo)
         held_out = set(found["val"])
         found["train"] = [path for path in found["train"] if path not in held_out]
-        if not found["train"]:
-            raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
+        if not found["train"] and not problems:
+            problems.append(Problem("data.val_files takes every file of data.train_files"))
+        if problems:
+            raise UserError(problems)
         return commit, found
 
     def _count(self, commit: str, paths: list[str]) -> list[int]:
@@ -158,20 +185,19 @@ class HubSource:
                     formats.check_column(file, self.text_column)
                 elif path is paths[0]:
                     next(self._read_by_datasets(file, path), None)
-                found.append(parquet.metadata(file).num_row_groups if is_parquet else 1)
+                found.append(formats.read_footer(file).num_row_groups if is_parquet else 1)
         return found
 
     def _read_by_datasets(self, file: TextFile, path: str) -> Iterator[object]:
         """Return the documents of a file. The text of a table's cells is not interpreted."""
-        datasets = hub_client.import_datasets()
         table = re.search(r"\.[ct]sv\b", path, re.IGNORECASE)
         as_typed = {"converters": {self.text_column: str}, "keep_default_na": False} if table else {}
-        opened = datasets.load_dataset(
+        opened = _import_datasets().load_dataset(
             self.repo, data_files=[path], split="train", revision=file.version, streaming=True, **as_typed
         )
         for rows in opened.with_format("arrow").iter(batch_size=1024):
-            parquet.check_schema(rows.schema, file, self.text_column)
-            yield from parquet.as_documents(rows.column(self.text_column))
+            formats.check_schema(rows.schema, file, self.text_column)
+            yield from formats.as_documents(rows.column(self.text_column))
 
     def _file_system(self) -> Any:
         from huggingface_hub import HfFileSystem
@@ -188,13 +214,13 @@ class HubSource:
             file = fs.open(where, "rb", **by_range)
             fetch = file.cache.fetcher
 
-            def whole(start: int, end: int) -> bytes:
+            def fetch_whole(start: int, end: int) -> bytes:
                 content: bytes = fetch(start, end)
                 if len(content) < min(end, file.size) - start:
                     raise ConnectionError(f"{len(content)} bytes came in place of {end - start}")
                 return content
 
-            file.cache.fetcher = whole
+            file.cache.fetcher = fetch_whole
             return file
 
         return TextFile(f"{self.repo}/{path}", commit, fs.info(where)["size"], opened)
@@ -208,41 +234,57 @@ class HubSource:
         return [Unit(f"{named} {i}/{n}", split, i, i + 1, version) for i in range(n)]
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _refusals(self) -> Iterator[None]:
         """Enter a context in which errors that no waiting can solve become a UserError."""
         try:
             yield
         except Exception as error:
-            remedy = _remedy(error)
+            remedy = _find_remedy(error)
             if remedy is None:
                 raise
             message = printable(" ".join(str(error).split()))[:300]
             raise UserError.of(f"the hub refuses {self.repo} at {self.revision}: {message}", remedy) from error
 
 
-def _is_offline() -> bool:
-    from huggingface_hub import is_offline_mode
-
-    return is_offline_mode()
-
-
-def _remedy(error: BaseException) -> str | None:
+def _find_remedy(error: BaseException) -> str | None:
     """Return what the user can do about an error of the hub's client; None if it may pass by itself."""
+    from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
-    if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, ConnectionError) and _is_offline()):
-        return (
-            "unset HF_HUB_OFFLINE; or train on local files: data=text_files. What a run with data.cache_dir=FOLDER has "
-            "read once, the same run reads there"
-        )
+    if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, ConnectionError) and is_offline_mode()):
+        return "unset HF_HUB_OFFLINE; or train on local files: data=text_files"
     if type(error).__name__ == "DataFilesNotFoundError":  # of `datasets`: a kind that it does not know
         return "take its parquet files, which most have under data.revision=refs/convert/parquet"
     if isinstance(error, RevisionNotFoundError):
         return "set data.revision to a commit, branch or tag that the data set has"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
-        return (
-            "check data.repo; if access has to be requested, accept the terms on its page and set HF_TOKEN to a "
-            "token of that account"
-        )
+        return "check data.repo; if access has to be requested, accept the terms on its page and set HF_TOKEN"
     cause = error.__cause__ or error.__context__
-    return _remedy(cause) if cause is not None else None
+    return _find_remedy(cause) if cause is not None else None
+
+
+@cache
+def bound_waits() -> None:
+    """Have the client's waits end. Every process that asks the hub begins with it."""
+    from huggingface_hub import set_client_factory
+
+    def factory() -> Any:
+        made = client.default_client()
+        made.timeout = TIMEOUT_SECONDS
+        return made
+
+    set_client_factory(factory)
+
+
+def _import_datasets() -> Any:
+    """Import `datasets` without its torch part, which would import torch in every worker."""
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"
+    try:
+        import datasets
+    finally:
+        os.environ.pop("USE_TORCH")
+        if before is not None:
+            os.environ["USE_TORCH"] = before
+    datasets.disable_progress_bars()
+    return datasets

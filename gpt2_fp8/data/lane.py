@@ -1,4 +1,4 @@
-"""A lane: an endless row of tokens, cut into blocks.
+"""A lane: an endless row of tokens, cut into blocks. And batches, whose sequences are taken from lanes in turn.
 
 A lane is consumed in *segments*. A segment has the tokens of a unit from some offset on, and whole further units until
 there is at least one block. It is cut into blocks of n_positions + 1 tokens that start n_positions apart. So every
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
-from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.ids import Tokens
+from gpt2_fp8.data.mixing import Deal
 from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.prefetch import Ticket, UnitPool
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import DocumentCounts, Tokens, Unit
+from gpt2_fp8.runtime.signals import interruptible
 
 
 class LaneState(TypedDict):
@@ -29,6 +30,14 @@ class LaneState(TypedDict):
     offset: int  # of the segment's first token in that unit
     block: int  # the index of the segment's next block
     documents: dict[str, int]  # counts of the units whose first token is in a segment that was begun
+
+
+class Cursor(TypedDict):
+    """Where the order stands after a step. It goes into JSON, and to `TokenDataModule.advance`."""
+
+    step: int
+    lanes: dict[str, LaneState]  # the lanes that this rank reads
+    units: list[int]  # the units whose first text is in this step
 
 
 def lane_start() -> LaneState:
@@ -104,6 +113,11 @@ class Lane:
         begun, self._begun = self._begun, []
         return begun
 
+    def finish(self) -> None:
+        """Take what was asked for, and end. It is then in the cache."""
+        while self._asked:
+            self.pool.take(self._asked.popleft()[1])
+
     def _load(self) -> Segment:
         parts: list[Tokens] = []
         counts: list[DocumentCounts] = []
@@ -113,17 +127,14 @@ class Lane:
             if parts:
                 place = self.order.after(self.index, place)
             tokens, unit_counts = self._read(place)
-            if not parts:
-                tokens = self._from_offset(tokens)
-            parts.append(tokens)
+            parts.append(tokens if parts else tokens[self._offset :])
             counts.append(unit_counts)
             units.append(self.order.unit(self.index, place))
-            before, length = length, length + len(tokens)
+            before, length = length, length + len(parts[-1])
         while len(self._asked) < self.ahead:
             self.ask()
         n_blocks = (length - 1) // self.n_positions
-        if self._block >= n_blocks:
-            raise self._changed(f"{self._block} sequences", str(n_blocks))
+        assert self._block < n_blocks, "the unit is shorter than it was when it was read first"
         # All units but the last have n_positions tokens together at most: the next segment starts in the last one.
         offset = n_blocks * self.n_positions - before + (self._offset if len(parts) == 1 else 0)
         # A unit is counted by the segment in which its first token is an input.
@@ -134,18 +145,6 @@ class Lane:
             (place, offset),
             sum(counted, DocumentCounts()),
             units,
-        )
-
-    def _from_offset(self, tokens: Tokens) -> Tokens:
-        if self._offset <= len(tokens):
-            return tokens[self._offset :]
-        raise self._changed(f"{self._offset} tokens", str(len(tokens)))
-
-    def _changed(self, read: str, there: str) -> UserError:
-        return UserError.of(
-            "the text changed under this run, or its checkpoint was: "
-            f"a unit of which {read} were read has only {there}",
-            "restore the text, name another checkpoint, or start a new run",
         )
 
     def _read(self, place: Place) -> tuple[Tokens, DocumentCounts]:
@@ -163,3 +162,46 @@ class Lane:
 
     def _first_unread(self) -> Place:
         return self.order.after(self.index, self._last[0]) if self._last else self._place
+
+
+class Batches:
+    """One rank's shares of the global batches: their sequences j with j mod `world` = `rank`.
+
+    If `world` divides the number of lanes, a rank reads only its own lanes. Otherwise several ranks read the same lane,
+    and each of them skips the others' sequences. `step`: how many global batches were dealt out before.
+    """
+
+    def __init__(self, lanes: dict[int, Lane], deal: Deal, n_positions: int, rank: int, world: int, step: int = 0):
+        assert deal.global_batch_size % world == 0
+        self.lanes, self.deal, self.step = lanes, deal, step
+        self.n_positions, self.rank, self.world = n_positions, rank, world
+        for depth in range(1 + max(lane.ahead for lane in lanes.values())):
+            for lane in lanes.values():  # first what every lane needs now, then what they need next
+                if depth <= lane.ahead:
+                    lane.ask()
+
+    def next(self) -> npt.NDArray[np.int32]:
+        """Return the next share: int32 [global_batch_size // world, n_positions + 1]."""
+        with interruptible():  # the state of a step that was not trained on is not kept
+            size = self.deal.global_batch_size
+            ids = np.empty((size // self.world, self.n_positions + 1), dtype=np.int32)
+            for j, number in enumerate(self.deal.of_step(self.step).tolist()):
+                if lane := self.lanes.get(number):
+                    block = lane.next()
+                    if j % self.world == self.rank:
+                        ids[j // self.world] = block
+            self.step += 1
+        return ids
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for lane in self.lanes.values():
+            lane.pool.close()
+
+    def state(self) -> dict[str, LaneState]:
+        """Return the state of every lane that this rank reads."""
+        return {str(index): lane.state() for index, lane in self.lanes.items()}
+
+    def begun(self) -> list[int]:
+        """Return the units that were begun since the last call."""
+        return [unit for lane in self.lanes.values() for unit in lane.begun()]

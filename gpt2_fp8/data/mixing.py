@@ -1,4 +1,7 @@
-"""Which source each sequence of a mixture comes from, as pure arithmetic of seed, weights and position.
+"""Which source and which lane each sequence of a global batch comes from, as pure arithmetic of seed and position.
+
+Sequences are dealt to lanes. With one source its lanes take turns. In a mixture each source has lanes of its own, and
+`Mixing` says whose turn it is:
 
 The sequences of a run lie in columns: sequence j of a global batch is in column j mod C. In each column the sources
 follow each other by themselves. A binary tree splits them, each node by Bresenham's line. A node gives item n of its
@@ -14,14 +17,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from gpt2_fp8.data.order import permutation
+from gpt2_fp8.data.order import MAX_LANES, lane_count, permutation
 
 Numbers = npt.NDArray[np.int64]
 LARGEST = 1 << 30  # the sum of the weights as integers: products of two fit into 64 bits
+
+
+class Turns:
+    """The deal of a single source: sequence j of every global batch comes from lane j mod `lanes`."""
+
+    def __init__(self, lanes: int, global_batch_size: int):
+        assert global_batch_size % lanes == 0
+        self.lanes, self.global_batch_size = lanes, global_batch_size
+        self._lanes = np.arange(global_batch_size) % lanes
+
+    def of_step(self, step: int) -> Numbers:
+        """Return the lane of each sequence, int64 [global_batch_size]: the same in every step."""
+        return self._lanes
+
+    def of_rank(self, rank: int, world: int) -> list[int]:
+        """Return the lanes that a rank's sequences come from."""
+        return lanes_of(rank, world, self.lanes, self.global_batch_size)
+
+
+def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
+    """Return the lanes that the sequences of `rank` come from. They repeat after `n_lanes` of its sequences."""
+    return sorted({j % n_lanes for j in range(rank, min(global_batch_size, rank + n_lanes * world), world)})
 
 
 def whole_numbers(weights: Iterable[float]) -> list[int]:
@@ -37,11 +63,6 @@ def whole_numbers(weights: Iterable[float]) -> list[int]:
         return [number // divisor for number in numbers]
     most = LARGEST - len(numbers)
     return [max(1, (2 * number * most + whole) // (2 * whole)) for number in numbers]
-
-
-def depth(sources: int) -> int:
-    """Return the depth of the tree of so many sources."""
-    return (sources - 1).bit_length()
 
 
 class Mixing:
@@ -121,3 +142,60 @@ def _nodes(low: int, high: int) -> list[tuple[int, int]]:
         return []
     middle = _middle(low, high)
     return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]
+
+
+class MixedDeal:
+    """The deal of several sources. Sequence j of a global batch comes from lane j mod L of its source.
+
+    L is a source's own number of lanes. It divides the number of columns, so a column always reads the same lane of a
+    source. All lanes of a source then have about the same share of it.
+
+    Args:
+        mixing: whose columns divide the global batch.
+        lanes: how many lanes each source has.
+    """
+
+    def __init__(self, mixing: Mixing, lanes: list[int], global_batch_size: int):
+        assert global_batch_size % mixing.columns == 0
+        assert all(mixing.columns % own == 0 for own in lanes)
+        self.mixing, self.own, self.global_batch_size = mixing, lanes, global_batch_size
+        self.first = [0, *accumulate(lanes)][:-1]
+        self.lanes = sum(lanes)
+        self._rows = global_batch_size // mixing.columns
+
+    def of_step(self, step: int) -> Numbers:
+        """Return the lane of each sequence of the step `step`, counted from 0: int64 [global_batch_size]."""
+        source = self.mixing.sources(step * self._rows, self._rows).reshape(-1)
+        return np.array(self.first)[source] + np.arange(self.global_batch_size) % np.array(self.own)[source]
+
+    def of_rank(self, rank: int, world: int) -> list[int]:
+        """Return the lanes that a rank's sequences may come from, of every source."""
+        size = self.global_batch_size
+        own = zip(self.first, self.own, strict=True)
+        return sorted(first + lane for first, lanes in own for lane in lanes_of(rank, world, lanes, size))
+
+    def sequences(self, steps: int, repeated: int = 0) -> list[int]:
+        """Return how many sequences each source gives to the first `steps` steps.
+
+        `repeated`: the batches of the first so many steps are used again and again; 0: none is.
+        """
+        rounds, rest = divmod(steps, repeated) if repeated else (0, steps)
+        counts = self.mixing.counts(rest * self._rows)
+        if rounds:
+            counts = counts + rounds * self.mixing.counts(repeated * self._rows)
+        return counts.sum(axis=1).tolist()
+
+
+Deal = Turns | MixedDeal  # deals the sequences of every global batch to lanes, numbered from 0 on over all sources
+
+
+def column_count(global_batch_size: int) -> int:
+    """Return C: the largest divisor of the global batch up to `MAX_LANES`."""
+    return max(n for n in range(1, MAX_LANES + 1) if global_batch_size % n == 0)
+
+
+def lanes_of_share(columns: int, n_units: int, weight: int, whole: int) -> int:
+    """Return L of a source: as `order.lane_count`, and of `MAX_LANES` lanes not more than its share, rounded up."""
+    most = math.ceil(MAX_LANES * weight / whole)
+    most = max(n for n in range(1, columns + 1) if columns % n == 0 and n <= most)
+    return lane_count(most, n_units)

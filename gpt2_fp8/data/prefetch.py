@@ -7,20 +7,17 @@ their death can change the order of samples.
 from __future__ import annotations
 
 import logging
-import os
-import zipfile
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 
-import numpy as np
-
-from gpt2_fp8.data.digests import Digests
-from gpt2_fp8.data.documents import TokenisedUnit, said_replaced
+from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.units import Unit
-from gpt2_fp8.data.worker_pool import WorkerPool
-from gpt2_fp8.data.worker_process import Done, SpoolLost
+from gpt2_fp8.data.workers import WorkerPool
 from gpt2_fp8.runtime.signals import interruptible
 
 log = logging.getLogger(__name__)
@@ -33,7 +30,7 @@ class Ticket:
     """A unit that was asked for."""
 
     unit: Unit
-    future: Future[Done] | None = None  # None: read when taken
+    future: Future[tuple[TokenisedUnit, WorkCounts]] | None = None  # None: read when taken
 
 
 @dataclass
@@ -42,12 +39,10 @@ class UnitPool:
 
     reader: Reader
     num_workers: int
-    digests: Digests | None = None  # the units' earlier digests; None: nothing to compare
+    on_read: Callable[[Unit, TokenisedUnit], None] | None = None  # is given each unit that was read
     counts: WorkCounts = field(default_factory=WorkCounts)
     _workers: WorkerPool | None = None
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
-    _said_lost: bool = False
-    _said_replaced: bool = False
 
     def ask(self, unit: Unit) -> Ticket:
         """Have `unit` read, without waiting. Every ticket must be taken or dropped once."""
@@ -57,53 +52,35 @@ class UnitPool:
         return Ticket(unit, self._workers.submit(unit))
 
     def take(self, ticket: Ticket) -> TokenisedUnit:
-        """Return the tokens of the ticket's unit. It waits for them, and a signal may end the wait.
+        """Return the tokens of the ticket's unit. It waits for them, and a signal may end the wait (Interrupted).
 
-        Raises:
-            UserError: the unit cannot be read, or differs from what was read before.
-            DataSourceLost: its source does not answer.
-            RunError: workers died repeatedly while reading it.
-            Interrupted: a signal came.
+        Raises what the reader and `on_read` do, and RunError if workers died repeatedly while reading it.
         """
         unit = ticket.unit
-        if ticket.future is not None:
-            tokenised, counts = self._received(unit, ticket.future)
-        elif unit in self._kept:
+        if ticket.future is None and unit in self._kept:
             return self._keep(unit, self._kept[unit])
-        else:
-            with interruptible():
-                tokenised, counts = self.reader(unit)
+        with interruptible():
+            tokenised, counts = ticket.future.result() if ticket.future is not None else self.reader(unit)
         self.counts.units += counts.units
         self.counts.cache_hits += counts.cache_hits
         self.counts.retries += counts.retries
-        if self.digests is not None:
-            self.digests.check(unit, tokenised.sha256)
-        if tokenised.replaced and self.counts.units > 1 and not self._said_replaced:  # the first is refused elsewhere
-            self._said_replaced = True
-            log.warning("data: %s", said_replaced(unit, tokenised))
+        if self.on_read is not None:
+            self.on_read(unit, tokenised)
         return self._keep(unit, tokenised)
 
-    def _received(self, unit: Unit, future: Future[Done]) -> tuple[TokenisedUnit, WorkCounts]:
-        """Return what a worker has read. If the temporary folder did not hold it, read the unit again here."""
+    def read(self, units: list[Unit], what: str) -> Iterator[TokenisedUnit]:
+        """Yield the tokens of `units` in turn, reading ahead for all workers. `what`: for the log, if it takes long."""
+        progress = ProgressLog(what, len(units))
+        rest = iter(units)
+        ahead: deque[Ticket] = deque()
         try:
-            with interruptible():
-                done = future.result()
-            with np.load(done.name) as arrays:
-                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256, done.replaced)
-            os.unlink(done.name)
-            return tokenised, done.work
-        except (SpoolLost, OSError, zipfile.BadZipFile) as error:
-            if isinstance(error, OSError) and future.exception() is error:
-                raise  # the reader's error
-            if not self._said_lost:
-                log.warning(
-                    "data: the workers' temporary folder loses tokens, and this process reads them again, which is "
-                    "slower: %s; TMPDIR=FOLDER names another",
-                    error,
-                )
-            self._said_lost = True
-        with interruptible():
-            return self.reader(unit)
+            for done in range(len(units)):
+                ahead.extend(map(self.ask, islice(rest, self.num_workers + 1 - len(ahead))))
+                progress.at(done)
+                yield self.take(ahead.popleft())
+        finally:
+            for ticket in ahead:
+                self.drop(ticket)
 
     def drop(self, ticket: Ticket) -> None:
         """Cancel the ticket: its unit is not needed."""
@@ -123,3 +100,19 @@ class UnitPool:
         while sum(u.tokens.nbytes for u in self._kept.values()) > KEEP_BYTES:
             self._kept.popitem(last=False)
         return tokenised
+
+
+class ProgressLog:
+    """Logs how many of `total` are done: after `FIRST_SECONDS`, and then every `EVERY_SECONDS`."""
+
+    FIRST_SECONDS, EVERY_SECONDS = 3.0, 15.0
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total = what, total
+        self._next = time.monotonic() + self.FIRST_SECONDS
+
+    def at(self, done: int) -> None:
+        """Log that `done` are done, if a line is due."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self.EVERY_SECONDS
+            log.info("data: %s: %s of %s", self.what, f"{done:,}", f"{self.total:,}")

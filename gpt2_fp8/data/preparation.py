@@ -1,28 +1,18 @@
-"""Fills the token cache with what a run will read, by the run's own reading, and counts what is in it."""
+"""Text that is read before training: into the token cache, or to count the tokens of a pass."""
 
 from __future__ import annotations
 
-import logging
-import shutil
-import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpt2_fp8.config.data_schema import TextOfARun
-from gpt2_fp8.config.shown import duration
+from gpt2_fp8.config.data_schema import MixtureData, TextOfARun
 from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.ids import dtype_of
-from gpt2_fp8.data.needed import Walk, walks
-from gpt2_fp8.data.prefetch import Ticket
-from gpt2_fp8.data.progress_log import EVERY_SECONDS, FIRST_SECONDS
-from gpt2_fp8.data.sources import build_parts
-from gpt2_fp8.data.strands import told_of
-from gpt2_fp8.data.token_stream import Shape, TokenStream
+from gpt2_fp8.data.prefetch import ProgressLog, UnitPool
+from gpt2_fp8.data.sources import build_parts, build_reader
+from gpt2_fp8.data.token_files import TokenFilesSource
+from gpt2_fp8.data.token_stream import Shape, TokenStream, check_trainable
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
-
-log = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -37,7 +27,7 @@ class Job(NamedTuple):
 
 @dataclass
 class Kept:
-    """What the cache has of one side of a source. `size`: bytes on the disk."""
+    """What the cache has of one side of a source. `size`: bytes of its tokens on the disk."""
 
     units: int = 0
     tokens: int = 0
@@ -46,112 +36,94 @@ class Kept:
 
 
 class Preparation:
-    """Reads every unit of a job once, into the cache; what is there already is checked, and not tokenised again.
+    """Reads what a run of a job will read, as the run does, and so fills the cache. It may be interrupted at any time.
 
     Attributes:
         kept: what the cache has of each (source's name, side) so far. The only source of a run has the name "".
-
-    Raises:
-        UserError: the text is missing, unreadable, too short for the run, or changes meanwhile.
-        DataSourceLost: its source does not answer.
-        OSError: the cache's disk takes no more.
     """
 
     def __init__(self, job: Job):
-        encoding = load_tokenizer(job.data.tokenizer)
-        parts = build_parts(job.data, encoding, job.plugins)
-        parts = [replace(part, reader=replace(part.reader, must_keep=True)) for part in parts]
-        shape = Shape(job.n_positions, job.global_batch_size, job.data.seed)
-        self._text = TokenStream(parts, job.data.num_workers, shape, fingerprint(encoding))
-        self._walks = walks(self._text, job.steps)
-        self._all = sum(len(rest) for rest in {id(walk.rest): walk.rest for walk in self._walks}.values())
-        self._id_bytes = dtype_of(encoding.n_vocab).itemsize
+        self.job = job
         self.kept: dict[tuple[str, str], Kept] = {}
+        self._seen: set[Unit] = set()
+        self._cached: set[str] = set()  # sources with a cache: ids are read as they are
+        self._text: TokenStream | None = None
 
     @property
     def tokenised(self) -> int:
         """Return how many units were tokenised here; the others were in the cache."""
+        if self._text is None:
+            return 0
         counts = self._text.pool.counts
         return counts.units - counts.cache_hits
 
     def run(self) -> None:
-        """Read what is needed. It may be interrupted at any time: the cache has whole units only."""
-        self._say_room()
+        """Read what is needed. Raises as `TokenStream` does, and OSError if the cache's disk takes no more."""
+        job = self.job
+        encoding = load_tokenizer(job.data.tokenizer)
+        parts = build_parts(job.data, encoding, job.plugins)
+        parts = [replace(part, reader=replace(part.reader, must_keep=True)) for part in parts]
+        self._cached = {part.name for part in parts if part.reader.cache is not None}
+        shape = Shape(job.n_positions, job.global_batch_size, job.data.seed)
+        self._text = text = TokenStream(parts, job.data.num_workers, shape, fingerprint(encoding), self._note)
         try:
-            self._read()
+            if job.steps is None:
+                self._read_all(text)
+            else:
+                self._read_steps(text, job.steps)
         finally:
-            self._text.pool.close()
+            text.pool.close()
 
-    def _read(self) -> None:
-        pool, lengths = self._text.pool, dict[Unit, int]()
-        asked: deque[tuple[Walk, Ticket]] = deque()
-        progress = _ProgressLog()
-        while True:
-            for walk in self._walks:
-                asked.extend((walk, pool.ask(unit)) for unit in walk.next(lengths))
-            if not asked:
-                return
-            walk, ticket = asked.popleft()
-            with told_of(walk.strand.name):
-                tokenised = pool.take(ticket)
-            lengths[ticket.unit] = len(tokenised.tokens)
-            self._note(walk, ticket.unit, tokenised)
-            tokens = sum(kept.tokens for kept in self.kept.values())
-            progress.at(len(lengths), tokens, self._done(len(lengths)), self.tokenised)
+    def _read_all(self, text: TokenStream) -> None:
+        units = [
+            unit
+            for stream in text.streams
+            for unit in [*stream.corpus.train, *(stream.corpus.val if stream.part.val_sequences else ())]
+            if stream.name in self._cached and unit not in self._seen
+        ]
+        for _ in text.pool.read(units, "reading the text, units"):
+            pass
 
-    def _note(self, walk: Walk, unit: Unit, tokenised: TokenisedUnit) -> None:
-        cache = walk.strand.part.reader.cache
-        assert cache is not None, "there is no walk without one"
-        kept = self.kept.setdefault((walk.strand.name, walk.side), Kept())
+    def _read_steps(self, text: TokenStream, steps: int) -> None:
+        """Cut the batches of `steps` steps, up to the step after which every unit was read, and read what is ahead."""
+        whole = len(self._seen | {unit for unit in text.corpus.train if unit.source in self._cached})
+        batches = text.batches()[1]
+        progress = ProgressLog("reading the text of steps", steps)
+        for step in range(steps):
+            if len(self._seen) == whole:
+                break
+            progress.at(step)
+            batches.next()
+        for lane in batches.lanes.values():
+            lane.finish()
+
+    def _note(self, unit: Unit, tokenised: TokenisedUnit, side: str) -> None:
+        if unit in self._seen or unit.source not in self._cached:
+            return
+        self._seen.add(unit)
+        kept = self.kept.setdefault((unit.source, side), Kept())
         kept.units += 1
         kept.tokens += len(tokenised.tokens)
-        kept.size += cache.size(replace(unit, source=""))
+        kept.size += tokenised.tokens.nbytes + tokenised.ends.nbytes
         kept.documents += tokenised.counts
 
-    def _done(self, units: int) -> float:
-        """Return which part of the work is done, at least: by tokens, or by units if nearly all are needed."""
-        needed = sum(walk.tokens or 0 for walk in self._walks)
-        by_tokens = sum(walk.part * (walk.tokens or 0) for walk in self._walks) / needed if needed else 0.0
-        return max(by_tokens, units / self._all)
 
-    def _say_room(self) -> None:
-        """Log how much is to be kept, and how much room there is for it, if the number of tokens is known."""
-        needed: dict[str, int] = {}
-        read = {"training": 0, "validation": 0}
-        for walk in self._walks:
-            cache = walk.strand.part.reader.cache
-            assert cache is not None, "there is no walk without one"
-            folder = str(cache.folder)
-            needed[folder] = needed.get(folder, 0) + (walk.tokens or 0)
-            read[walk.side] += max((walk.tokens or 0) - 1, 0)  # each sequence's last target is the next one's first
-        if sum(read.values()):
-            log.info("data: the run trains on %s tokens, and validates on %s", *(f"{n:,}" for n in read.values()))
-        for folder, tokens in needed.items():
-            size, free = tokens * self._id_bytes, shutil.disk_usage(folder).free
-            if tokens:
-                level = logging.INFO if size < free else logging.WARNING
-                log.log(level, "data: its tokens take %s MB in %s, unless its text is shorter; %s MB are free",
-                        f"{size / 1e6:,.1f}", folder, f"{free / 1e6:,.0f}")  # fmt: skip
+def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
+    """Count the tokens of the training text that `config` names, in which `trainer.max_epochs` is counted.
 
-
-class _ProgressLog:
-    """A line of the log every `EVERY_SECONDS`: how far it has come, how fast, and how long the rest will take."""
-
-    def __init__(self) -> None:
-        self._line = self._since = time.monotonic()
-        self._next = self._line + FIRST_SECONDS
-        self._tokens = self._tokenised = 0
-        self._part = 0.0
-
-    def at(self, units: int, tokens: int, part: float, tokenised: int) -> None:
-        """Log, if a line is due. `part`: of the work, that is done; `tokenised`: units that were not in the cache."""
-        now = time.monotonic()
-        if tokenised and not self._tokenised:  # what was there goes faster, and says nothing of the rest
-            self._tokenised, self._since, self._part = tokenised, now, part
-        if now < self._next:
-            return
-        rate = (tokens - self._tokens) / (now - self._line)
-        left = (1 - part) * (now - self._since) / (part - self._part) if part > self._part else None
-        self._line, self._next, self._tokens = now, now + EVERY_SECONDS, tokens
-        log.info("data: %s units, %s tokens, %.0f %%, %s tokens/s%s", f"{units:,}", f"{tokens:,}", 100 * part,
-                 f"{rate:,.0f}", "" if left is None else f", left {duration(left)}")  # fmt: skip
+    It reads all of it. With a `cache_dir` they are kept for the training. Raises as `TokenStream` does.
+    """
+    assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
+    reader = build_reader(config, load_tokenizer(config.tokenizer), plugins)
+    source, pool = reader.source, UnitPool(reader, config.num_workers)
+    try:
+        units = source.corpus().train
+        if isinstance(source, TokenFilesSource):
+            tokens = sum(map(source.count, units))
+        else:
+            tokens = sum(len(read.tokens) for read in pool.read(units, "counting the tokens of an epoch, units"))
+        if tokens <= n_positions:
+            check_trainable(units, pool, n_positions)  # raises
+        return tokens
+    finally:
+        pool.close()

@@ -1,40 +1,124 @@
-"""How far a run has trained, in the form that is saved: equal for any number of ranks, refused for other data."""
+"""How far a run has trained, in the form that is saved: equal for any number of ranks, refused for other data.
+
+The fingerprint of a run's text is the names of its units and what decides their order. The names, sizes and ranges of a
+corpus do not say its content. So a digest of each unit's tokens is kept when a run first reads them. A unit may be read
+again: in a second epoch, after a resume, on another rank, or from the token cache. Its digest must then be the same, or
+the run ends. The validation sequences have a checksum of their own.
+"""
 
 from __future__ import annotations
 
+import base64
 import copy
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.data.deal import Deal
-from gpt2_fp8.data.digests import Digests
-from gpt2_fp8.data.lane import LaneState, lane_start
-from gpt2_fp8.data.loaders import Cursor
-from gpt2_fp8.data.units import DocumentCounts
+from gpt2_fp8.config.shown import printable
+from gpt2_fp8.data.lane import Cursor, LaneState, lane_start
+from gpt2_fp8.data.mixing import Deal
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
 
+TABLE_BYTES = 1 << 20  # of a checkpoint; with more units than that, one byte for each
+DIGEST_BYTES = 8  # of a unit's digest; with n units at most TABLE_BYTES / n
+_SHOWN = 5
+
+Table = npt.NDArray[np.uint64]  # by unit; 0: not known
+
+
+class Digests:
+    """The digests of a corpus' training units: of all that were read, and of those that were trained on."""
+
+    def __init__(self, corpus: Corpus):
+        self._units = corpus.train
+        self._index = {unit: i for i, unit in enumerate(self._units)}
+        self._width = max(1, min(DIGEST_BYTES, TABLE_BYTES // max(len(self._units), 1)))  # bytes of a digest
+        self._read: Table = np.zeros(len(self._units), np.uint64)  # read here, or by the run that is continued
+        self.saved: Table = np.zeros(len(self._units), np.uint64)  # the part of these that a checkpoint needs
+
+    def check(self, unit: Unit, sha256: str) -> bool:
+        """Compare a unit that was read. Raises UserError if its tokens are not the ones that it had before.
+
+        Returns whether it is a training unit.
+        """
+        if (i := self._index.get(unit)) is None:
+            return False
+        digest = int(sha256[: 2 * self._width], 16) or 1
+        if self._read[i] not in (0, digest):
+            raise _changed([unit])
+        self._read[i] = digest
+        return True
+
+    def trained_on(self, units: Iterable[int]) -> None:
+        """Note that training has reached these units, by their index among the training units. They were read."""
+        for i in units:
+            self.saved[i] = self._read[i]
+
+    def merge(self, tables: Iterable[Table]) -> None:
+        """Take over what other ranks know. Raises UserError if two have read a unit differently."""
+        for table in tables:
+            self._refuse_differences(table, self.saved)
+            self.saved = np.where(table != 0, table, self.saved)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the digests for JSON. Compressed, units that were not read take no room."""
+        content = self.saved.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : self._width].tobytes()
+        return {"train": base64.b64encode(zlib.compress(content, 1)).decode()}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Compare this run's text with what `state_dict` gave; None: an earlier version has saved no digests.
+
+        Raises UserError if text that was already read here is another text, ValueError for a state of another corpus.
+        """
+        if state is None:
+            return
+        try:
+            content = zlib.decompress(base64.b64decode(state["train"]))
+        except (KeyError, zlib.error, ValueError) as error:
+            raise ValueError(f"the digests of its text are damaged: {error}") from error
+        if len(content) != len(self._units) * self._width:
+            raise ValueError(f"it has digests of another number of units than {len(self._units)}")
+        wide = np.zeros((len(self._units), 8), np.uint8)
+        wide[:, : self._width] = np.frombuffer(content, np.uint8).reshape(-1, self._width)
+        table = wide.reshape(-1).view("<u8").astype(np.uint64)
+        self._refuse_differences(table, self._read)
+        self._read = np.where(table != 0, table, self._read)
+        self.saved = np.where(table != 0, table, self.saved)
+
+    def _refuse_differences(self, one: Table, other: Table) -> None:
+        if (changed := (one != 0) & (other != 0) & (one != other)).any():
+            raise _changed([self._units[i] for i in np.flatnonzero(changed)])
+
+
+def _changed(units: list[Unit]) -> UserError:
+    more = f" (and {len(units) - _SHOWN} more)" if len(units) > _SHOWN else ""
+    return UserError(
+        Problem(
+            "the text changed under this run: "
+            f"{printable(unit.name)} (in {printable(unit.path)}) is not what it was when it was read first{more}",
+            "restore it as it was, or start a new run, with init_from=CHECKPOINT to keep the weights",
+        )
+        for unit in units[:_SHOWN]
+    )
+
 
 class Progress:
     """The steps trained, and where each lane stands. A rank updates its own lanes, and gathers the others'."""
 
-    def __init__(
-        self,
-        fingerprint: Fingerprint,
-        deal: Deal,
-        digests: Digests,
-        validation: str | None = None,
-    ):
+    def __init__(self, fingerprint: Fingerprint, deal: Deal, digests: Digests, validation: str | None = None):
         self.fingerprint = fingerprint
-        self.digests = digests
+        self.deal, self.digests = deal, digests
         self.validation = validation  # a checksum of the validation sequences; None: there are none
         self._validated_before: str | None = None  # the same checksum of the run that this one continues
-        self.deal = deal
         self.lanes: dict[str, LaneState] = {}
         self.begin()
 
@@ -57,16 +141,13 @@ class Progress:
         rank, world = rank_and_world()
         own = set(map(str, self.deal.of_rank(rank, world)))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        gathered: list[Any] = [(self.step, lanes, self.digests.known(), self.validation)]
+        gathered: list[Any] = [(self.step, lanes, self.digests.saved, self.validation)]
         if world > 1:
             mine, gathered = gathered[0], [None] * world
             distributed.all_gather_object(gathered, mine)
         for step, lanes, *_ in gathered:
-            assert step == self.step, f"ranks stand at the steps {[step for step, _ in gathered]}"
+            assert step == self.step, f"ranks stand at the steps {[step for step, *_ in gathered]}"
             self.lanes.update(lanes)
-        assert all(self.lanes[lane] == state for _, lanes, *_ in gathered for lane, state in lanes.items()), (
-            "ranks disagree"
-        )
         self.digests.merge(table for _, _, table, _ in gathered)
         if any(validation != self.validation for *_, validation in gathered):
             raise UserError.of("the validation text changed while the ranks read it", "let it be, and start again")
@@ -82,20 +163,17 @@ class Progress:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`.
 
-        Raises:
-            UserError: its text or its order was another one, with every difference.
-            ValueError, TypeError: it is not a state of this order.
+        Raises UserError with every difference of its text and order; ValueError for what is no state of this order.
         """
-        if changed := list(self.other_settings(state)):
+        if changed := list(self.find_differences(state)):
             raise UserError(changed)
         if state["lanes"].keys() != self.lanes.keys():
             raise ValueError(f"it has {len(state['lanes'])} lanes that are not the {len(self.lanes)} of this text")
-        _documents(state["lanes"])  # raises now for counts that would not fit later
         self.digests.restore(state.get("digests"))
         self._validated_before = state.get("validation")
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
 
-    def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
+    def find_differences(self, state: dict[str, Any]) -> Iterator[Problem]:
         """Return every setting in which the text or order of a `state_dict` differs from this one."""
         was, now = {OVERFIT: 0} | dict(state["fingerprint"]), dict(self.fingerprint)
         own, theirs = self.validation, state.get("validation")
@@ -104,51 +182,29 @@ class Progress:
         keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
         causes = [key for key in keys if key.partition(".")[0] != "lanes"]  # lanes follow from the others
         for key in causes or keys:
-            cure = "set data.weights= back as they were" if key.startswith("weights.") else "set it back as it was"
             yield Problem(
-                f"this run cannot be continued exactly: {_words(key)} was {was.get(key, 'nothing')}, "
-                f"and is now {now.get(key, 'nothing')}",
-                _CURES.get(key, cure) + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
+                f"this run cannot be continued exactly: {_LABELS.get(key, f'data.{key}')} was "
+                f"{was.get(key, 'nothing')}, and is now {now.get(key, 'nothing')}",
+                "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights",
             )
 
     def documents(self) -> DocumentCounts:
         """Return the counts of all units that training has reached, over every epoch."""
-        return _documents(self.lanes)
+        return sum((DocumentCounts(**lane["documents"]) for lane in self.lanes.values()), DocumentCounts())
 
 
-def named(fingerprint: Fingerprint) -> dict[str, str]:
-    """Return a fingerprint under the names that a user has for its entries."""
-    return {_words(key): str(value) for key, value in fingerprint.items()}
-
-
-def _documents(lanes: dict[str, LaneState]) -> DocumentCounts:
-    return sum((DocumentCounts(**lane["documents"]) for lane in lanes.values()), DocumentCounts())
-
-
-def _words(key: str) -> str:
-    """Return what a user calls an entry of a fingerprint."""
-    about, _, rest = key.partition(".")
-    name, _, detail = rest.partition(".")
-    if not name:
-        return _WORDS.get(key, key)
-    return f"{_OF_A_SOURCE.get(detail or about, about)} of source {name}"
-
-
-_OF_A_SOURCE = {
-    "sources": "the text (its checksum)",
-    "seed": "seed",
-    "weights": "the weight (as a whole number)",
-    "lanes": "lanes",
-}
-_WORDS = {
+_LABELS = {  # what a user calls an entry of a fingerprint; the others are those of a mixture's sources
     "data": "the training text (its checksum)",
+    "validation": "the validation text (its checksum)",
     "tokenizer": "the tokenizer (its checksum)",
     "n_positions": "model.n_positions",
+    "global_batch_size": "global_batch_size",
+    "seed": "seed",
+    "lanes": "lanes",
     OVERFIT: "trainer.overfit_batches",
-    "validation": "the validation text, on which the best is the best (its checksum),",
 }
-_CURES = {
-    "tokenizer": "set data.tokenizer= back as it was",
-    "validation": "set data.val_sequences= and what else chooses it back as they were, restore its files if they have "
-    "changed, or do without: data.val_sequences=0",
-}
+
+
+def label(fingerprint: Fingerprint) -> dict[str, str]:
+    """Return a fingerprint under the names that a user has for its entries."""
+    return {_LABELS.get(key, key): str(value) for key, value in fingerprint.items()}

@@ -1,21 +1,150 @@
-"""From one unit to its tokens. This is what runs in a worker process."""
+"""From one unit to its tokens: from the cache, or from its source with retries. This runs in worker processes.
+
+In the cache a unit is two files. `<key>.u16` has its tokens as little-endian uint16, followed by the documents' ends as
+int64. With a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint32. `<key>.json` has the
+dtype, the number of tokens and of documents, the counts, and a sha256. Both are written under a temporary name and then
+renamed, the JSON last. So a writer that is killed never leaves half a unit. The temporary file that it leaves is
+removed when a later run begins. A unit is made again if its checksum differs.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import TypeVar
 
-from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.cache import UnitCache
+import numpy as np
+
+from gpt2_fp8.config.errors import DataSourceLost, RunError, UserError
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.documents import TokenisedUnit, of_ids, tokenise
-from gpt2_fp8.data.ids import check_unit
-from gpt2_fp8.data.retry import with_retries
+from gpt2_fp8.data.token_files import TokenFilesSource
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.tokenizer_files import FileTokenizer
-from gpt2_fp8.data.units import DocumentCounts, IdSource, Source, Unit
+from gpt2_fp8.data.units import DocumentCounts, Source, Unit, dtype_of, little_endian
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+FORMAT = "1"  # raise it when the same text gives other tokens, or when the layout changes
+ABANDONED_SECONDS = 3600.0  # a temporary file that was not written to for so long has no writer
+HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)  # seconds, in addition to the client's five tries of 1 to 8 s
+
+_jitter = random.SystemRandom()  # the seeded generator would give every rank the same jitter
+# Errors that waiting cannot solve: the user's, ours, and lack of memory. All others (OSError, the errors of the HTTP
+# client, of Arrow or of a decompressor) may pass.
+_FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, NameError, ImportError, MemoryError)
+
+
+def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ...]) -> tuple[Result, int]:
+    """Return the result of `action` and the number of failed attempts before it. Each attempt starts from nothing.
+
+    Raises:
+        DataSourceLost: it still fails after the last of `waits`. These are in seconds. Each gets up to a quarter of
+            jitter, so that the ranks and workers of a large run do not all try again at once.
+    """
+    failures = 0
+    while True:
+        try:
+            return action(), failures
+        except _FINAL:
+            raise
+        except Exception as error:
+            said = f"{what} ({type(error).__name__}: {printable(str(error))[:300]})"
+            if failures == len(waits):
+                raise DataSourceLost(f"cannot read {said}, after {failures + 1} attempts") from error
+            wait = waits[failures] * (1 + _jitter.random() / 4)
+            failures += 1
+            log.warning("cannot read %s; attempt %d in %.1f s", said, failures + 1, wait)
+            time.sleep(wait)
+
+
+@dataclass(frozen=True)
+class UnitCache:
+    """The cache in `folder` for one tokenizer. Any number of processes may use the same folder at once."""
+
+    folder: Path
+    tokenizer: str  # its fingerprint
+    vocab_size: int  # the number of its ids
+
+    def check(self) -> None:
+        """Make the folder, and remove what killed writers have left. Raises UserError if it cannot be written to."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise UserError.of(f"cannot write to data.cache_dir={self.folder}: {error}") from error
+        for path in self.folder.glob("*.tmp"):
+            with suppress(OSError):  # another process may remove it too
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
+
+    def load(self, unit: Unit) -> TokenisedUnit | None:
+        """Return the unit as it was stored; None if it is not there or is damaged. Damage is logged."""
+        path = self._path(unit)
+        try:
+            about = json.loads(path.with_suffix(".json").read_bytes())
+            content = path.with_suffix(self._suffix).read_bytes()
+            if (sha256 := hashlib.sha256(content).hexdigest()) != about["sha256"]:
+                raise ValueError("the checksum differs")
+            tokens = np.frombuffer(content, dtype=self._dtype.newbyteorder("<"), count=about["tokens"])
+            ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
+            counts = DocumentCounts(**about["counts"])
+            return TokenisedUnit(tokens, ends, counts, sha256, float(about.get("replaced", 0)))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("data: the cached %s is damaged (%s) and is made again", path.name, error)
+            return None
+
+    def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
+        """Keep the unit. Raises OSError if it cannot be written, as on a full disk; then there is none of it."""
+        assert tokenised.tokens.dtype == self._dtype, "the unit is of another vocabulary"
+        content = little_endian(tokenised.tokens).tobytes() + tokenised.ends.astype("<i8").tobytes()
+        about = {
+            "unit": unit.name,
+            "dtype": self._dtype.name,
+            "tokens": len(tokenised.tokens),
+            "documents": len(tokenised.ends),
+            "counts": tokenised.counts.as_dict(),
+            "sha256": tokenised.sha256,
+            "replaced": tokenised.replaced,
+        }
+        path = self._path(unit)
+        write_whole(path.with_suffix(self._suffix), content)
+        write_whole(path.with_suffix(".json"), json.dumps(about).encode())
+
+    @property
+    def _dtype(self) -> np.dtype[np.unsignedinteger]:
+        return dtype_of(self.vocab_size)
+
+    @property
+    def _suffix(self) -> str:
+        return f".u{8 * self._dtype.itemsize}"
+
+    def _path(self, unit: Unit) -> Path:
+        return self.folder / unit.digest(self.tokenizer, FORMAT)[:32]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that other processes see all of it or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 @dataclass
@@ -28,19 +157,6 @@ class WorkCounts:
     worker_deaths: int = 0
 
 
-class Reader(Protocol):
-    """What reads a unit, in any process. Picklable."""
-
-    @property
-    def plugins(self) -> tuple[str, ...]:
-        """Return the user's modules that a worker process imports first."""
-        ...
-
-    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
-        """Read `unit`."""
-        ...
-
-
 @dataclass(frozen=True)
 class UnitReader:
     """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache.
@@ -48,52 +164,32 @@ class UnitReader:
     A source of ids has no cache: its files are as quick to read.
     """
 
-    source: Source | IdSource
+    source: Source | TokenFilesSource
     tokenizer: str
     cache: UnitCache | None
     plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
-    fingerprint: str | None = None  # the tokenizer's when the run began; None: whatever it is
     must_keep: bool = False  # a unit that the cache cannot take is an error, and not only read again in the next pass
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
-        """Read `unit`.
-
-        Raises UserError or DataSourceLost if the source does. With `must_keep`, a text that changes while it is read is
-        a UserError too, and a disk that takes no more an OSError.
-        """
+        """Read `unit`. Raises UserError or DataSourceLost if the source does; OSError if `must_keep`, and it cannot."""
         if self.cache and (stored := self.cache.load(unit)):
             return stored, WorkCounts(units=1, cache_hits=1)
         tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
-        if self.cache and isinstance(self.source, Source):
-            self._keep(self.cache, self.source, unit, tokenised)
+        if self.cache:
+            try:
+                self.cache.store(unit, tokenised)
+            except OSError as error:
+                if self.must_keep:
+                    raise OSError(error.errno, error.strerror or str(error), str(self.cache.folder)) from None
+                log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
         return tokenised, WorkCounts(units=1, retries=retries)
 
-    def _keep(self, cache: UnitCache, source: Source, unit: Unit, tokenised: TokenisedUnit) -> None:
-        """Store the unit, unless its text has changed since it was found. A failure is logged, or raised."""
-        if not source.is_current(unit):
-            if self.must_keep:
-                raise UserError.of(f"{unit.name} changed while it was read", "let its file be, and start again")
-            return
-        try:
-            cache.store(unit, tokenised)
-        except OSError as error:
-            if self.must_keep:
-                raise OSError(error.errno, error.strerror or str(error), str(cache.folder)) from None
-            log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
-
     def _tokenise(self, unit: Unit) -> TokenisedUnit:
-        counts = DocumentCounts()  # new for each attempt, so a failed one is not counted
         encoding = load_tokenizer(self.tokenizer)
-        if isinstance(encoding, FileTokenizer) and self.fingerprint not in (None, encoding.sha256):
-            raise UserError.of(
-                f"data.tokenizer={self.tokenizer}: its file has changed since the run began",
-                "restore it as it was, and continue with ckpt_path=last",
-            )
-        if isinstance(self.source, IdSource):
+        if isinstance(self.source, TokenFilesSource):
             return of_ids(self.source.read_ids(unit, encoding.n_vocab), encoding.eot_token)
-        made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
-        check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache checks its own units
-        return made
+        counts = DocumentCounts()  # new for each attempt, so a failed one is not counted
+        return tokenise(self.source.read(unit, counts), unit, encoding, counts)
 
 
 @dataclass(frozen=True)
@@ -106,3 +202,6 @@ class MixedReader:
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
         """Read `unit`, as its source knows it. Raises UserError or DataSourceLost if the source does."""
         return self.readers[unit.source](replace(unit, source=""))
+
+
+Reader = UnitReader | MixedReader

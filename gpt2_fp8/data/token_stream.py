@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.data.corpus_check import validation_blocks
-from gpt2_fp8.data.digests import Digests
-from gpt2_fp8.data.ids import Tokens, little_endian
-from gpt2_fp8.data.lane import Lane, LaneState, lane_start
-from gpt2_fp8.data.mixed_deal import MixedDeal
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.shown import printable
+from gpt2_fp8.data.documents import TokenisedUnit
+from gpt2_fp8.data.lane import Batches, Lane, lane_start
+from gpt2_fp8.data.mixing import MixedDeal
 from gpt2_fp8.data.prefetch import UnitPool
-from gpt2_fp8.data.progress import OVERFIT, Progress
-from gpt2_fp8.data.reader import MixedReader, Reader
-from gpt2_fp8.data.strands import Part, Strand, corpus_of, deal_of, together, told_of, twisted
+from gpt2_fp8.data.progress import OVERFIT, Digests, Progress
+from gpt2_fp8.data.reader import MixedReader
+from gpt2_fp8.data.sources import (
+    Part,
+    SourceStream,
+    build_deal,
+    find_units,
+    join_corpora,
+    naming_source,
+    order_units,
+)
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Tokens, Unit, little_endian
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 log = logging.getLogger(__name__)
@@ -51,32 +59,71 @@ class TokenStream:
         num_workers: processes that read ahead; 0: this one reads.
         shape: of the batches.
         tokenizer: its fingerprint.
+        on_read: is given each unit that was read, and its side, "training" or "validation".
 
-    Attributes: `corpus`, `strands` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
+    Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
     validation's ids by source, int [sequences, n_positions + 1], of the sources that have any.
 
     Raises UserError if the text is missing, unreadable or too short, and DataSourceLost if its source does not answer.
     """
 
-    def __init__(self, parts: list[Part], num_workers: int, shape: Shape, tokenizer: str):
+    def __init__(
+        self,
+        parts: list[Part],
+        num_workers: int,
+        shape: Shape,
+        tokenizer: str,
+        on_read: Callable[[Unit, TokenisedUnit, str], None] | None = None,
+    ):
         self.shape = shape
-        corpora = [corpus_of(part) for part in parts]
-        self.corpus = together(parts, corpora)
+        corpora = [find_units(part) for part in parts]
+        self.corpus = join_corpora(parts, corpora)
         digests = Digests(self.corpus)
-        self.pool = UnitPool(_reader(parts), num_workers, digests)
+
+        def note(unit: Unit, tokenised: TokenisedUnit) -> None:
+            is_training = digests.check(unit, tokenised.sha256)
+            if on_read is not None:
+                on_read(unit, tokenised, "training" if is_training else "validation")
+
+        readers = {part.name: part.reader for part in parts}
+        only = parts[0].reader
+        reader = only if len(parts) == 1 else MixedReader(readers, only.plugins)
+        self.pool = UnitPool(reader, num_workers, note)
         self.val: dict[str, Tokens] = {}
         try:
-            self.strands = twisted(parts, corpora, self.pool, shape.global_batch_size, shape.n_positions)
+            self.streams = self._order(parts, corpora)
             for part, corpus in zip(parts, corpora, strict=True):
                 if part.val_sequences:
-                    with told_of(part.name):
-                        found = validation_blocks(corpus.val, self.pool, shape.n_positions, part.val_sequences)
-                    self.val[part.name] = found
-        except RunError:
+                    with naming_source(part.name):
+                        self.val[part.name] = read_validation(
+                            corpus.val, self.pool, shape.n_positions, part.val_sequences
+                        )
+        except BaseException:
             self.pool.close()
             raise
-        self.deal = deal_of(self.strands, shape.global_batch_size, shape.seed)
-        decides: dict[str, str | int] = {
+        self.deal = build_deal(self.streams, shape.global_batch_size, shape.seed)
+        val = [little_endian(blocks) for blocks in self.val.values()]
+        checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
+        self.progress = Progress(self._fingerprint(tokenizer), self.deal, digests, checksum)
+        self._log()
+
+    def _order(self, parts: list[Part], corpora: list[Corpus]) -> list[SourceStream]:
+        """Order the units of every source, after a check that each has enough text."""
+        for part, corpus in zip(parts, corpora, strict=True):
+            with naming_source(part.name):
+                if not corpus.train:
+                    check_trainable([], self.pool, self.shape.n_positions)  # raises
+        streams = order_units(parts, corpora, self.shape.global_batch_size)
+        for stream in streams:
+            with naming_source(stream.name):
+                units = [stream.corpus.train[i] for i in stream.order.epoch(0)]
+                check_trainable(units, self.pool, self.shape.n_positions)
+        return streams
+
+    def _fingerprint(self, tokenizer: str) -> dict[str, str | int]:
+        """Return what decides the text and its order."""
+        shape = self.shape
+        about: dict[str, str | int] = {
             "data": self.corpus.identity(),
             "tokenizer": tokenizer,
             "n_positions": shape.n_positions,
@@ -84,66 +131,42 @@ class TokenStream:
             "seed": shape.seed,
             "lanes": self.deal.lanes,
             OVERFIT: shape.overfit_batches,
-            **_mixed(self.strands),
         }
-        val = [little_endian(blocks) for blocks in self.val.values()]
-        checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
-        self.progress = Progress(decides, self.deal, digests, checksum)
-        self._say()
+        if len(self.streams) > 1:
+            about["sources"] = len(self.streams)
+            for stream in self.streams:
+                about[f"sources.{stream.name}"] = stream.corpus.identity()
+                about[f"sources.{stream.name}.seed"] = stream.part.seed
+                about[f"weights.{stream.name}"] = stream.part.weight
+                about[f"lanes.{stream.name}"] = stream.order.lanes
+        return about
 
-    def _say(self) -> None:
+    def _log(self) -> None:
         """Log what was found."""
-        world = rank_and_world()[1]
-        for strand in self.strands:
-            units, lanes, sequences = len(strand.corpus.train), strand.order.lanes, len(self.val.get(strand.name, ()))
-            about = ", ".join(f"{name} {value}" for name, value in strand.corpus.about.items())
-            named = f"{strand.name}, {float(self._share(strand)):.4%} of the sequences: " if strand.name else ""
+        for stream in self.streams:
+            units, lanes, sequences = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
+            about = ", ".join(f"{name} {value}" for name, value in stream.corpus.about.items())
+            named = f"{stream.name}, {float(self._share(stream)):.4%} of the sequences: " if stream.name else ""
             log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, about, units, lanes, sequences)
-            if world > lanes and not strand.name:
-                log.warning("data: %d units are few for %d ranks: some read the same text, and each uses its own "
-                            "sequences of it; more and smaller files make reading faster", units, world)  # fmt: skip
 
-    def _share(self, strand: Strand) -> Fraction:
+    def _share(self, stream: SourceStream) -> Fraction:
         """Return a source's share of the sequences."""
-        return Fraction(strand.part.weight, sum(other.part.weight for other in self.strands))
+        return Fraction(stream.part.weight, sum(other.part.weight for other in self.streams))
 
-    def batches(self, vocab_size: int, from_start: bool) -> tuple[int, Batches]:
+    def batches(self, from_start: bool = False) -> tuple[int, Batches]:
         """Return the steps done, and this rank's batches from there on; with `from_start`, the very first ones."""
         rank, world = rank_and_world()
         mine = self.deal.of_rank(rank, world)
-        ahead = self.ahead(len(mine))
-        cut = {}
-        for strand in self.strands:
-            for number in set(mine) & set(strand.numbers()):
-                state = lane_start() if from_start else self.progress.lanes[str(number)]
-                cut[number] = self._lane(strand, number, state, ahead)
-        cut = {number: cut[number] for number in mine}
-        begun = 0 if from_start else self.progress.step
-        return self.progress.step, Batches(cut, self.deal, self.shape.n_positions, rank, world, vocab_size, begun)
-
-    def ahead(self, lanes: int) -> int:
-        """Return how many units each of so many lanes asks for before it needs them."""
-        return 1 + self.pool.num_workers // lanes  # work for every worker, even where lanes are few
-
-    def _lane(self, strand: Strand, number: int, state: LaneState, ahead: int) -> Lane:
-        units, index = strand.corpus.train, number - strand.first_lane
-        return Lane(
-            index, strand.order, units, self.pool, self.shape.n_positions, state, ahead, strand.first_unit
-        )  # fmt: skip
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` stands.
-
-        Raises:
-            UserError: the text, the tokenizer or what else makes the order is not what it was (every difference).
-            TypeError, ValueError: it is no state of this order.
-        """
-        self.progress.restore(state)
-        for strand in self.strands:  # or it would come to light in the midst of training
-            for number in strand.numbers():
-                at = self.progress.lanes[str(number)]["position"]
-                if at >= (units := strand.order.length(number - strand.first_lane)):
-                    raise ValueError(f"lane {number} stands at its unit {at}, counted from 0, of {units}")
+        ahead = 1 + self.pool.num_workers // len(mine)  # work for every worker, even where lanes are few
+        lanes = {}
+        for number in mine:
+            stream = next(stream for stream in self.streams if number in stream.lanes())
+            lanes[number] = Lane(
+                number - stream.first_lane, stream.order, stream.corpus.train, self.pool, self.shape.n_positions,
+                lane_start() if from_start else self.progress.lanes[str(number)], ahead, stream.first_unit,
+            )  # fmt: skip
+        done = 0 if from_start else self.progress.step
+        return self.progress.step, Batches(lanes, self.deal, self.shape.n_positions, rank, world, done)
 
     def report(self) -> dict[str, Any]:
         """Describe, in plain values, the source, the documents that training has come to, and this rank's reading."""
@@ -152,7 +175,7 @@ class TokenStream:
             "units": len(self.corpus.train),
             "documents": self.progress.documents().as_dict(),
             "reading": asdict(self.pool.counts),
-            **({"sources": self._sources()} if len(self.strands) > 1 else {}),
+            **({"sources": self._sources()} if len(self.streams) > 1 else {}),
         }
 
     def used(self) -> dict[str, tuple[int, float]]:
@@ -165,26 +188,26 @@ class TokenStream:
         sequences = self.deal.sequences(self.progress.step, self.shape.overfit_batches)
         mine = set(self.deal.of_rank(*rank_and_world()))
         found = {}
-        for strand, count in zip(self.strands, sequences, strict=True):
-            lanes = {number: self.progress.lanes[str(number)] for number in strand.numbers() if number in mine}
+        for stream, count in zip(self.streams, sequences, strict=True):
+            lanes = {number: self.progress.lanes[str(number)] for number in stream.lanes() if number in mine}
             passes = [
-                lane["epoch"] + lane["position"] / strand.order.length(number - strand.first_lane)
+                lane["epoch"] + lane["position"] / stream.order.length(number - stream.first_lane)
                 for number, lane in lanes.items()
             ]
-            found[strand.name] = count * self.shape.n_positions, round(sum(passes) / len(passes), 4)
+            found[stream.name] = count * self.shape.n_positions, round(sum(passes) / len(passes), 4)
         return found
 
     def _sources(self) -> dict[str, dict[str, Any]]:
         used = self.used()
         return {
-            strand.name: {
-                **strand.corpus.about,
-                "units": len(strand.corpus.train),
-                "share": float(self._share(strand)),
-                "tokens": used[strand.name][0],
-                "epochs": used[strand.name][1],
+            stream.name: {
+                **stream.corpus.about,
+                "units": len(stream.corpus.train),
+                "share": float(self._share(stream)),
+                "tokens": used[stream.name][0],
+                "epochs": used[stream.name][1],
             }
-            for strand in self.strands
+            for stream in self.streams
         }
 
     def say_documents(self) -> None:
@@ -195,21 +218,47 @@ class TokenStream:
             log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
 
 
-def _reader(parts: list[Part]) -> Reader:
-    """Return what reads the units of all sources."""
-    if len(parts) == 1:
-        return parts[0].reader
-    return MixedReader({part.name: part.reader for part in parts}, parts[0].reader.plugins)
+def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
+    """Read `units` until they make one block.
+
+    Raises UserError if the first is in another encoding than UTF-8, or all of them make less than one block.
+    """
+    tokens, counts = 0, DocumentCounts()
+    for done, unit in enumerate(units):
+        tokenised = pool.take(pool.ask(unit))
+        if tokenised.replaced and not done:
+            share = f"{tokenised.replaced:.2%} of the characters"
+            raise UserError.of(f"{printable(unit.name)}: {share} are no UTF-8", "convert its file to UTF-8")
+        tokens, counts = tokens + len(tokenised.tokens), counts + tokenised.counts
+        if tokens > n_positions:
+            return
+    skipped = ", ".join(f"{n} {name}" for name, n in counts.as_dict().items() if n and name != "read")
+    raise UserError.of(
+        f"the training text is too short: {tokens} tokens in {counts.read} documents"
+        f"{f' (and {skipped})' if skipped else ''}, but one sequence takes model.n_positions + 1 = {n_positions + 1}"
+    )
 
 
-def _mixed(strands: list[Strand]) -> dict[str, str | int]:
-    """Return what decides the order of a mixture beside what decides that of a single source."""
-    if len(strands) == 1:
-        return {}
-    about: dict[str, str | int] = {"sources": len(strands)}
-    for strand in strands:
-        about[f"sources.{strand.name}"] = strand.corpus.identity()
-        about[f"sources.{strand.name}.seed"] = strand.part.seed
-        about[f"weights.{strand.name}"] = strand.part.weight
-        about[f"lanes.{strand.name}"] = strand.order.lanes
-    return about
+def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
+    """Return the first `count` blocks of `units` in natural order: [<= count, n_positions + 1], uint16 or uint32.
+
+    Raises UserError if there is not even one.
+    """
+    wanted = count * n_positions + 1
+    parts: list[Tokens] = []
+    length = 0
+    for tokenised in pool.read(units, f"reading {count:,} validation sequences, units"):
+        parts.append(tokenised.tokens)
+        length += len(tokenised.tokens)
+        if length >= wanted:
+            break
+    n_blocks = min(count, (length - 1) // n_positions)
+    if n_blocks < 1:
+        raise UserError.of(
+            f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
+            f"model.n_positions + 1 = {n_positions + 1}",
+            "hold out more (data.val_fraction, data.val_files), or do without: data.val_sequences=0",
+        )
+    tokens = np.concatenate(parts)
+    starts = np.arange(n_blocks)[:, None] * n_positions
+    return tokens[starts + np.arange(n_positions + 1)]

@@ -1,53 +1,98 @@
 """The tokenizers: GPT-2's byte-pair encoding and plain bytes, as `tiktoken.Encoding`s, or a file of the user's.
 
-A special token (`<|endoftext|>`) that is spelled inside a document is encoded as plain text: a document cannot end
-itself.
+Files are a `tokenizer.json`, read by the library `tokenizers`, and Llama 3's ranks, by tiktoken. A special token
+(`<|endoftext|>`) that is spelled inside a document is encoded as plain text: a document cannot end itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
+from gpt2_fp8.config import tokenizer_file
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import tokenizer_files
-from gpt2_fp8.data.ids import Tokens, dtype_of, narrowed
-from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
+from gpt2_fp8.config.tokenizer_file import Described
+from gpt2_fp8.data.units import Tokens, dtype_of, narrow_ids
 
 if TYPE_CHECKING:
     import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 NETWORK_TIMEOUT_SECONDS = 4.0  # until the vocabulary counts as out of reach; tiktoken itself waits without an end
+_INCOMPLETE = "\ufffd"  # what decoding puts in the place of bytes that are no character
+# As published with Llama 3: how text is cut before tokens are merged, and the names of the special tokens.
+LLAMA3_PATTERN = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_LLAMA3_NAMED = {
+    0: "<|begin_of_text|>", 1: tokenizer_file.END_OF_TEXT, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
+    7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
+}  # fmt: skip
+_CONTEXT = 1 << 10  # characters on either side of a piece that are encoded with it
+
+Pieces = Callable[[str, int], Iterator[list[int]]]
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """A tokenizer from a file. `sha256` is of the kind, the file's content and the separator.
+
+    `pieces` yields the ids of a text, encoded so many characters at a time, as if in one go; None: parts of a text that
+    is cut before blanks have the ids of the whole.
+    """
+
+    name: str
+    n_vocab: int
+    eot_token: int
+    sha256: str
+    encode_ordinary: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    pieces: Pieces | None = None
+
+    def encode_to_numpy(self, text: str, *, disallowed_special: Sequence[str] = ()) -> npt.NDArray[np.integer]:
+        """Return the ids of `text`, uint32 [n]. Any special token in it is plain text."""
+        return np.array(self.encode_ordinary(text), dtype=np.uint32)
+
+
+Tokenizer: TypeAlias = "tiktoken.Encoding | FileTokenizer"
 
 
 @cache
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. A process reads each once.
 
-    `n_vocab` is 50,257 for gpt2 and 257 for bytes, `eot_token` is 50,256 and 256.
-
-    Raises:
-        UserError: GPT-2's vocabulary is not in tiktoken's cache, and cannot be fetched; or the file is of no use.
+    Raises UserError if GPT-2's vocabulary is not in tiktoken's cache and cannot be fetched, or the file is of no use.
     """
     if name == "bytes":
         return _bytes_encoding()
-    return _gpt2_encoding() if name == "gpt2" else tokenizer_files.load(name)
+    return _gpt2_encoding() if name == "gpt2" else load_file(name)
 
 
 def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
-    """Return the ids of `text`, [n], in the dtype that `ids.dtype_of` gives the vocabulary.
+    """Return the ids of `text`, [n], in the dtype that `units.dtype_of` gives the vocabulary.
 
     `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
     does not have.
     """
     if encoding.name == "bytes":  # the ids that `encoding` would give, as fast as a copy
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype_of(encoding.n_vocab))
-    return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
+    return narrow_ids(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
 def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
@@ -62,7 +107,7 @@ def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
     return len(encoding.decode(ids).encode())
 
 
-def fingerprint(encoding: tiktoken.Encoding | FileTokenizer) -> str:
+def fingerprint(encoding: Tokenizer) -> str:
     """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it.
 
     Of a file it is over the content.
@@ -75,6 +120,38 @@ def fingerprint(encoding: tiktoken.Encoding | FileTokenizer) -> str:
     for special in sorted(encoding.special_tokens_set):
         digest.update(b"%d=" % encoding.encode_single_token(special) + special.encode())
     return digest.hexdigest()
+
+
+class TextStream:
+    """Gives text of ids as soon as it is certain: whole characters alone, although a token may end within one.
+
+    What it has given in all is the text of all ids after those of `prompt`.
+
+    Only the newest ids are decoded: those since the last certain character, and the piece before them, since some
+    tokenizers drop a blank in front of a first word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._decode = tokenizer.decode
+        self._ids = list(prompt)
+        self._before, self._certain = 0, len(prompt)  # ids from the first on are decoded; up to the second: given
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids complete; "" while a character is incomplete."""
+        self._ids.extend(ids)
+        text = self._decode(self._ids[self._before :])
+        if text.endswith(_INCOMPLETE):
+            return ""
+        return self._take(text)
+
+    def end(self) -> str:
+        """Return what is left at the end of a text, with a mark for a character that was not completed."""
+        return self._take(self._decode(self._ids[self._before :]))
+
+    def _take(self, text: str) -> str:
+        given = self._decode(self._ids[self._before : self._certain])
+        self._before, self._certain = self._certain, len(self._ids)
+        return text[len(given) :]
 
 
 def _bytes_encoding() -> tiktoken.Encoding:
@@ -104,3 +181,84 @@ def _gpt2_encoding() -> tiktoken.Encoding:
             f"fetch {files} on a machine with a network, put both into one folder here and set TIKTOKEN_CACHE_DIR "
             "to it; or train on bytes: data.tokenizer=bytes",
         ) from error
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def load_file(name: str) -> FileTokenizer:
+    """Load the tokenizer that the path `name` means. Raises UserError for a file or a library that cannot be used."""
+    path = tokenizer_file.find(name)
+    content = tokenizer_file.read(path)
+    found = tokenizer_file.describe(path, content)
+    digest = hashlib.sha256(f"{found.kind}:{found.separator}:".encode() + content).hexdigest()
+    if found.ranks is not None:
+        return FileTokenizer(found.kind, found.ids, found.separator, digest, *_llama3(found))
+    return FileTokenizer(found.kind, found.ids, found.separator, digest, *_json(found, content))
+
+
+def llama3_special_tokens(ranks: int) -> dict[str, int]:
+    """Return the ids of Llama 3's special tokens, which come after its `ranks`."""
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(tokenizer_file.SPECIAL))
+    return {_LLAMA3_NAMED.get(i) or next(reserved): ranks + i for i in range(tokenizer_file.SPECIAL)}
+
+
+def _llama3(found: Described) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    import tiktoken
+
+    assert found.ranks is not None
+    encoding = tiktoken.Encoding(
+        name="llama3",
+        pat_str=LLAMA3_PATTERN,
+        mergeable_ranks=found.ranks,
+        special_tokens=llama3_special_tokens(len(found.ranks)),
+    )
+    return encoding.encode_ordinary, encoding.decode
+
+
+def _json(
+    found: Described, content: bytes
+) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], Pieces | None]:
+    try:
+        from tokenizers import Tokenizer as Loaded
+    except ImportError as error:
+        cause = f"data.tokenizer={found.path}: the library tokenizers, which reads it, cannot be imported: {error}"
+        raise UserError.of(cause, tokenizer_file.INSTALL) from error
+    try:
+        loaded = Loaded.from_buffer(content)
+    except Exception as error:  # the library raises plain Exceptions
+        raise tokenizer_file.refused(found.path, f"the library tokenizers does not read it: {error}") from None
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True
+
+    def encode(text: str) -> list[int]:
+        return list(loaded.encode(text, add_special_tokens=False).ids)
+
+    def pieces(text: str, characters: int) -> Iterator[list[int]]:
+        return _pieces(loaded, text, characters)
+
+    try:
+        whole = encode("x\nx x") == [*encode("x"), *encode("\nx"), *encode(" x")]  # not so if a text's begin is marked
+    except Exception:  # a closed vocabulary
+        whole = True
+    return encode, lambda ids: str(loaded.decode(ids, skip_special_tokens=False)), None if whole else pieces
+
+
+def _pieces(loaded: Any, text: str, characters: int) -> Iterator[list[int]]:
+    """Yield the ids of a text that is cut between tokens, each piece encoded between its neighbours' characters."""
+    start = before = 0
+    while True:
+        stop = start + characters
+        made = loaded.encode(text[start - before : stop + _CONTEXT], add_special_tokens=False)
+        begins = [start - before + begin for begin, _ in made.offsets]
+        low, high = bisect_left(begins, start), bisect_left(begins, stop)
+        if before and begins[low : low + 1] != [start]:  # no token begins there beside this context
+            before = 0
+            continue
+        if stop + _CONTEXT >= len(text):
+            yield made.ids[low:]
+            return
+        yield made.ids[low:high]
+        start = begins[high] if high < len(begins) else stop + _CONTEXT
+        before = min(_CONTEXT, start)

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt2_fp8.config import tokenizer_file
-from gpt2_fp8.data import tokenizer_files
-from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
+from gpt2_fp8.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, llama3_special_tokens, load_tokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -30,13 +29,13 @@ def files_of(name: str, n_positions: int) -> dict[str, bytes]:
             file = json.loads(content) | dict.fromkeys(("truncation", "padding", "post_processor"))
             ends = next(token["content"] for token in file["added_tokens"] if token["id"] == found.separator)
         else:
-            special = tokenizer_files.llama3_special_tokens(len(found.ranks))
-            file = _byte_pairs(found.ranks, special, tokenizer_files.LLAMA3_PATTERN)
+            special = llama3_special_tokens(len(found.ranks))
+            file = _byte_pairs(found.ranks, special, LLAMA3_PATTERN)
             ends = tokenizer_file.END_OF_TEXT
     else:
-        encoding = load_tokenizer(name)
-        tokens = encoding.token_byte_values()  # type: ignore[attr-defined]  # of tiktoken's, as both named ones are
-        ranks = {token: encoding.encode_single_token(token) for token in tokens}  # type: ignore[attr-defined]
+        encoding: Any = load_tokenizer(name)  # of tiktoken's, as both named ones are
+        tokens = encoding.token_byte_values()
+        ranks = {token: encoding.encode_single_token(token) for token in tokens}
         file = _byte_pairs(ranks, {END_OF_TEXT: encoding.eot_token}, cut=name == "gpt2")
         ends = END_OF_TEXT
     return {TOKENIZER: _dump(file), CONFIG: _dump(_config(ends, n_positions))}

@@ -1,4 +1,4 @@
-"""The unit, which is the piece of a corpus that is read and tokenised at once, and the interface of a source."""
+"""Token ids, the unit (the piece of a corpus that is read and tokenised at once), and the interface of a source."""
 
 from __future__ import annotations
 
@@ -14,6 +14,40 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
+
+LOCAL_WAITS = (0.5, 2.0)  # seconds before each further attempt: for a passing error of a disk or a network mount
+
+Tokens = npt.NDArray[np.unsignedinteger]  # uint16 or uint32, as `dtype_of` says
+
+
+def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 if all fit, else uint32.
+
+    A batch has them as int32, so no vocabulary has more than 2^31. Raises ValueError for a larger one.
+    """
+    if not 0 < vocab_size <= 1 << 31:
+        raise ValueError(f"no vocabulary has {vocab_size:,} ids")
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
+    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
+
+    The check comes first: a cast would turn an id that is too large into another one, and a valid one. A GPU would read
+    and write past the end of a table for such an id.
+    """
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        odd = int(ids.min() if ids.min() < 0 else ids.max())
+        raise UserError.of(
+            f"{printable(unit)}: its tokens have the id {odd} of a vocabulary of {vocab_size:,}",
+            "the tokenizer's files do not fit each other, or are damaged",
+        )
+    return ids.astype(dtype_of(vocab_size), copy=False)
+
+
+def little_endian(tokens: Tokens) -> Tokens:
+    """Return `tokens` in the byte order of files and digests, on any machine."""
+    return tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
 
 
 class TextFile(NamedTuple):
@@ -105,27 +139,4 @@ class Source(Protocol):
 
         It keeps no state between calls, so a failed unit can be read again from its start.
         """
-        ...
-
-    def is_current(self, unit: Unit) -> bool:
-        """Return whether the text still has the unit's version; if not, no cache may keep it."""
-        ...
-
-
-@runtime_checkable
-class IdSource(Protocol):
-    """Where token ids come from that somebody else's tokenizer has made. Picklable, as a `Source` is."""
-
-    waits: tuple[float, ...]
-
-    def corpus(self) -> Corpus:
-        """Find the units, as `Source.corpus` does."""
-        ...
-
-    def read_ids(self, unit: Unit, vocab_size: int) -> npt.NDArray[np.unsignedinteger]:
-        """Return the unit's ids, [n], in the dtype of the vocabulary. Raises UserError for an id outside of it."""
-        ...
-
-    def count(self, unit: Unit) -> int:
-        """Return how many ids the unit has, without reading them."""
         ...

@@ -16,9 +16,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.text_stream import TextStream
-from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.model.gpt2 import GPT2

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.pass_length import tokens_a_pass
+from gpt2_fp8.data.preparation import tokens_a_pass
 
 log = logging.getLogger(__name__)
 _TOKENS = "GPT2_FP8_TOKENS_A_PASS"  # rank 0's count, in the environment of the processes that Lightning starts

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.lane import Batches
 from gpt2_fp8.engine import training_step
 from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.precision import state

@@ -10,8 +10,7 @@ import numpy as np
 
 from gpt2_fp8.config.data_schema import FilesData
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.lane import Lane, lane_start
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.lane import Batches, Lane, lane_start
 
 
 def files_config(train: Any, **changes: Any) -> FilesData:
@@ -48,15 +47,15 @@ def items(made: TokenDataModule, n: int | None = None, *, advance: bool = True) 
 
 def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, Any] | None = None) -> Batches:
     """What rank `rank` of `world` would read of the data of `made`, from the start or from saved lanes."""
-    (strand,) = made.text.strands
-    order = strand.order
+    (stream,) = made.text.streams
+    order = stream.order
     mine = {
         i: Lane(
             i, order, made.text.corpus.train, made.text.pool, made.n_positions, lanes[str(i)] if lanes else lane_start()
         )
         for i in made.text.deal.of_rank(rank, world)
     }  # fmt: skip
-    return Batches(mine, made.text.deal, made.n_positions, rank, world, made.vocab_size)
+    return Batches(mine, made.text.deal, made.n_positions, rank, world)
 
 
 def write_jsonl(path: Path, texts: list[Any]) -> Path:

@@ -3,8 +3,7 @@
     with Hub({"org/name": {"data/train-0.parquet": b"..."}}) as hub:
         ... HF_ENDPOINT=hub.url, set before huggingface_hub is imported ...
 
-`hub.faults` is a list of faults for the next requests of a data file's bytes: "" for none, a status such as "500", with
-what the client is told about another attempt ("503 retry-after: 9"),
+`hub.faults` is a list of faults for the next requests of a data file's bytes: "" for none, a status such as "500",
 "reset" (the connection breaks in the middle of the body), "truncated" (half the body, under a Content-Length that says
 so), "short" (half of what Content-Length says) or "stall" (nothing comes for `Hub.stall` seconds). With
 `hub.rate` above 0 every request, whatever it is for, meets a fault by that probability, drawn from a seed.
@@ -138,9 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         part = content[start:stop]
         is_data = self.command == "GET" and not name.endswith(".md")
         fault = self.hub.faults.pop(0) if is_data and self.hub.faults else self.fault
-        status, _, told = str(fault).partition(" ")
-        if status in ("500", "503", "429", "403"):
-            return self._send(int(status), b"no", dict([told.split(": ", 1)]) if told else {})
+        if fault in ("500", "503", "429", "403"):
+            return self._send(int(fault), b"no", {})
         if fault == "stall" and fault != self.fault:
             time.sleep(self.hub.stall)
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}

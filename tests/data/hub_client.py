@@ -2,14 +2,13 @@
 
 Reads lines of JSON, {"data": changes of the configuration, "steps": n}, and answers each with a line {"sha": of the
 steps' ids, "report": ..., "val": sequences} or {"error": class, "message": text}, and in either case {"waits": [seconds
-that it would have waited], "log": [warnings]}. Between setup and the first step it writes "ready" and waits for a line.
+that it would have waited]}. Between setup and the first step it writes "ready" and waits for a line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import multiprocessing
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.data import hub_client
+from gpt2_fp8.data import hub
 
 
 def has_torch(pid: int) -> bool:
@@ -50,8 +49,8 @@ def main(changes: dict[str, object], steps: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    hub_client.TIMEOUT_SECONDS = 1.0
-    slept, waits, log = time.sleep, [], []
+    hub.TIMEOUT_SECONDS = 1.0
+    slept, waits = time.sleep, []
 
     def sleep(seconds: float) -> None:
         """The hub client's own waits between its tries, and what a server asks for."""
@@ -59,10 +58,7 @@ if __name__ == "__main__":
         slept(min(seconds, 0.01))
 
     time.sleep = sleep
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gpt2_fp8").addHandler(handler)
     for line in sys.stdin:
-        waits.clear(), log.clear()
+        waits.clear()
         request = json.loads(line)
-        print(json.dumps(main(request["data"], request["steps"]) | {"waits": waits, "log": log}), flush=True)
+        print(json.dumps(main(request["data"], request["steps"]) | {"waits": waits}), flush=True)

@@ -15,11 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpt2_fp8.data.deal import Turns
 from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.lane import Lane, lane_start
+from gpt2_fp8.data.lane import Batches, Lane, lane_start
+from gpt2_fp8.data.mixing import Turns
 from gpt2_fp8.data.order import Order, lane_count
-from gpt2_fp8.data.packing import Batches
 from tests.data.hub import Hub
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +106,7 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
 
     order = Order(7, len(units), lane_count(8, len(units)))
     lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]
-    batches = Batches(lanes, Turns(order.lanes, 8), 16, 0, 1, 257)
+    batches = Batches(lanes, Turns(order.lanes, 8), 16, 0, 1)
     return hashlib.sha256(b"".join(batches.next().tobytes() for _ in range(steps))).hexdigest()
 
 

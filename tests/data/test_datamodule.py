@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from gpt2_fp8.data.datamodule import TokenDataModule
 from tests import forkserver
-from tests.data.corpora import files_config, items, module, write_jsonl
+from tests.data.corpora import files_config, items, module
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,13 +120,3 @@ def test_ranks_gather_their_lanes(many_units: Path) -> None:
     continued.load_state_dict(first[0]["state"])
     assert [batch.tolist() for batch in items(continued, 5)] == whole[5:]
     assert continued.state_dict() == alone.state_dict()
-
-
-@pytest.mark.whole
-def test_more_ranks_than_lanes(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "one.jsonl", [f"{i} " * 40 for i in range(100)])
-    made = module(files_config(f"{tmp_path}/*.jsonl", val_fraction=0.3, val_sequences=7))
-    whole = [batch.tolist() for batch in items(made, 5)]
-    both = ranks(tmp_path, 2, None)
-    assert [batch[1::2] for batch in whole] == both[1]["ids"]
-    assert both[0]["state"] == made.state_dict()

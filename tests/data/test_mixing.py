@@ -8,8 +8,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_fp8.data.mixed_deal import MixedDeal, column_count, lanes_of_share
-from gpt2_fp8.data.mixing import LARGEST, Mixing, depth, whole_numbers
+from gpt2_fp8.data.mixing import LARGEST, MixedDeal, Mixing, column_count, lanes_of_share, whole_numbers
+
+
+def depth(sources: int) -> int:
+    """The depth of the tree of so many sources."""
+    return (sources - 1).bit_length()
+
 
 WEIGHTS = st.lists(st.integers(1, 10**6), min_size=2, max_size=9)
 COLUMNS = st.integers(1, 16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.loaders import PADDING
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.datamodule import PADDING
+from gpt2_fp8.data.lane import Batches
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.mixtures import letters, mixture, shares, sources_of, three
 
@@ -82,9 +81,9 @@ def test_ranks_share_the_same_global_batches(tmp_path: Path, world: int, monkeyp
     ranks: list[Batches] = []
     for rank in range(world):
         monkeypatch.setattr("gpt2_fp8.data.token_stream.rank_and_world", lambda rank=rank: (rank, world))
-        ranks.append(made.text.batches(made.vocab_size, from_start=True)[1])
+        ranks.append(made.text.batches(from_start=True)[1])
     monkeypatch.undo()
-    whole = made.text.batches(made.vocab_size, from_start=True)[1]
+    whole = made.text.batches(from_start=True)[1]
     for _ in range(40):
         batch, parts = whole.next(), [rank.next() for rank in ranks]
         for rank, part in enumerate(parts):
@@ -104,30 +103,14 @@ def test_what_changed_is_refused_by_name(tmp_path: Path) -> None:
             module(other).load_state_dict(state)
         return "\n".join(map(str, told.value.problems))
 
-    said = causes(replace(config, weights={"a": 0.5, "b": 0.2, "c": 0.3}))
-    assert "the weight (as a whole number) of source b was 3, and is now 2" in said
-    assert "set data.weights= back as they were" in said
+    assert "data.weights.b was 3" in causes(replace(config, weights={"a": 0.5, "b": 0.2, "c": 0.3}))
     less = causes(replace(config, sources={name: config.sources[name] for name in "ab"}, weights=None))
-    assert "the text (its checksum) of source c was" in less
-    assert "and is now nothing" in less
-    assert "seed of source b was 7, and is now 8" in causes(
-        replace(config, sources=config.sources | {"b": replace(config.sources["b"], seed=8)})
-    )
+    assert "data.sources.c was" in less
+    reseeded = replace(config, sources=config.sources | {"b": replace(config.sources["b"], seed=8)})
+    assert "data.sources.b.seed was 7" in causes(reseeded)
     assert "seed was 7, and is now 8" in causes(replace(config, seed=8))
     assert "was" in causes(config.sources["a"])
     module(replace(config, weights={"a": 5, "b": 3, "c": 2})).load_state_dict(state)  # the same proportion
-
-
-def test_a_changed_file_of_one_source_is_noticed(tmp_path: Path) -> None:
-    config = three(tmp_path)
-    made = module(config, max_steps=200)
-    items(made, 20)
-    state, path = made.state_dict(), tmp_path / "b" / "00.jsonl"
-    about = path.stat()
-    write_jsonl(path, ["d" * (3 + j) for j in range(5)])
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    with pytest.raises(UserError, match=r"the text changed under this run: 00.jsonl"):
-        module(config).load_state_dict(state)
 
 
 def test_validation_tells_the_sources_apart(tmp_path: Path) -> None:
@@ -158,9 +141,8 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
 
     short = letters(tmp_path, "b", 1)
     short = replace(short, train_files=[str(write_jsonl(tmp_path / "short.jsonl", ["x"]))])
-    assert told(short).startswith("error: source other: the training text is too short")
-    column = told(replace(good, text_column="body"))
-    assert "set data.sources.other.text_column to one of its own" in column
+    assert "source other: the training text is too short" in told(short)
+    assert "data.sources.other.text_column" in told(replace(good, text_column="body"))
     assert "data.sources.other.train_files is empty" in told(replace(good, train_files=[]))
     held_out = told(replace(good, train_files=short.train_files * 1 + [str(tmp_path / "a" / "1*.jsonl")],
                             val_files=[str(tmp_path / "a" / "00.jsonl")], val_sequences=1))  # fmt: skip
@@ -168,29 +150,18 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
     assert "source other validates with it" in held_out
 
 
-def spellings(path: Path) -> list[str]:
-    """A path as it is, relative, with `..`, and through links to the file and to its folder."""
-    (path.parent / "ln.txt").symlink_to(path.name)
-    folder = path.parent.parent / "linked"
-    folder.symlink_to(path.parent)
-    around = path.parent / ".." / path.parent.name / path.name
-    return [*map(str, (path, around, path.parent / "ln.txt", folder / path.name)), os.path.relpath(path)]
-
-
 @pytest.mark.parametrize("first", ["files of its own", "a part", "nothing"])
-def test_a_file_that_another_source_validates_with_is_refused_by_any_spelling(first: str, tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    good, more, own = (tmp_path / "d" / name for name in ("good.txt", "more.txt", "own.txt"))
+def test_a_file_that_another_source_validates_with_is_refused_by_any_name(first: str, tmp_path: Path) -> None:
+    good, more, own = (tmp_path / name for name in ("good.txt", "more.txt", "own.txt"))
     for path in (good, more, own):
         path.write_text(f"{path.name} has a line\n" * 40)
+    (tmp_path / "ln.txt").symlink_to(good)
     changes = {"files of its own": {"val_files": [str(own)]}, "a part": {"val_fraction": 0.1}, "nothing": {}}[first]
     trains = files_config(good, **changes, val_sequences=int(first != "nothing"))
-    for word in spellings(good):
-        other = files_config(more, val_files=[word], val_sequences=1)
-        with pytest.raises(UserError) as error:
+    for name in (good, tmp_path / "ln.txt"):
+        other = files_config(more, val_files=[str(name)], val_sequences=1)
+        with pytest.raises(UserError, match=rf"source a trains on {good}, and source b validates with it"):
             module(mixture({"a": trains, "b": other}))
-        (problem,) = error.value.problems
-        assert problem.cause == f"source a trains on {good}, and source b validates with it"
         module(mixture({"a": trains, "b": replace(other, val_sequences=0)}))
 
 
@@ -216,17 +187,13 @@ def test_a_part_that_another_source_trains_on_is_refused_and_an_equal_split_is_n
             set_up(fraction)
 
 
-def test_overfitting_repeats_the_first_steps(tmp_path: Path) -> None:
-    config = three(tmp_path)
-    plain = items(module(config), 3)
-    made = module(config, overfit_batches=3)
-    assert all(np.array_equal(step, plain[i % 3]) for i, step in enumerate(items(made, 8)))
-
-
-@pytest.mark.parametrize("steps", [2, 3, 8])
+@pytest.mark.parametrize("steps", [2, 8])
 def test_the_tokens_of_repeated_steps_are_counted_by_the_sources_that_gave_them(steps: int, tmp_path: Path) -> None:
     made = module(three(tmp_path), overfit_batches=3)
-    given = sources_of(np.concatenate(items(made, steps)))
+    repeated = items(made, steps)
+    plain = items(module(three(tmp_path)), 3)
+    assert all(np.array_equal(step, plain[i % 3]) for i, step in enumerate(repeated))
+    given = sources_of(np.concatenate(repeated))
     metrics = made.source_metrics()
     assert {name: metrics[f"tokens/{name}"] for name in "abc"} == {name: 16 * (given == name).sum() for name in "abc"}
     assert {metrics[f"epochs/{name}"] for name in "abc"} == {0.0}, "as documented: no pass goes on"

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.deal import lanes_of
-from gpt2_fp8.data.ids import Tokens
+from gpt2_fp8.data.mixing import lanes_of
 from gpt2_fp8.data.order import lane_count, permutation
+from gpt2_fp8.data.units import Tokens
 from gpt2_fp8.runtime import signals
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
@@ -36,12 +36,12 @@ def test_permutations_are_fixed() -> None:
 
 def test_every_token_of_an_epoch_is_an_input_once(many_units: Path) -> None:
     made = module(files_config(many_units))
-    assert made.text.strands[0].order.lanes == 4
+    assert made.text.streams[0].order.lanes == 4
     corpus = [made.text.pool.take(made.text.pool.ask(unit)).tokens for unit in made.text.corpus.train]
     for lane in range(4):
         batches = rank_batches(made, 0, 1)
         reader = batches.lanes[lane]
-        owned = {epoch: made.text.strands[0].order.epoch(epoch)[lane::4] for epoch in range(3)}
+        owned = {epoch: made.text.streams[0].order.epoch(epoch)[lane::4] for epoch in range(3)}
         sizes = {epoch: sum(len(corpus[i]) for i in owned[epoch]) for epoch in owned}
         wanted, inputs = sizes[0] + sizes[1], []
         while sum(map(len, inputs)) < wanted:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.tokenizer import GPT2_FILES, encode, fingerprint, load_tokenizer
+from gpt2_fp8.data.tokenizer import GPT2_FILES, TextStream, encode, load_file, load_tokenizer
+from tests.data.tokenizers_made import KINDS, write_json, write_ranks, write_trained
 
 TEXT = "Hällo\x00 wörld\n\t<|endoftext|> 日本 \U0001f600"
 
@@ -28,40 +27,80 @@ def test_bytes_round_trip() -> None:
     assert encoding.decode(ids.tolist()) == TEXT
 
 
-def test_gpt2_special_text_is_plain_text() -> None:
-    try:
-        encoding = load_tokenizer("gpt2")
-    except UserError:
-        pytest.skip("no GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
-    ids = encode(encoding, "Hello world<|endoftext|>")
-    assert ids.tolist()[:2] == [15496, 995]
-    assert encoding.eot_token == 50256
-    assert encoding.eot_token not in ids
-    assert encoding.decode(ids.tolist()) == "Hello world<|endoftext|>"
-    assert fingerprint(encoding) != fingerprint(load_tokenizer("bytes"))
-
-
-@pytest.mark.whole
-def test_missing_vocabulary_is_said_soon(tmp_path: Path) -> None:
-    code = (
-        "from gpt2_fp8.data.tokenizer import load_tokenizer\n"
-        "try: load_tokenizer('gpt2')\n"
-        "except Exception as e: print(type(e).__name__, e)"
-    )
-    unreachable = {
-        "HTTPS_PROXY": "http://127.0.0.1:9",
-        "https_proxy": "http://127.0.0.1:9",
-        "NO_PROXY": "",
-        "no_proxy": "",
-    }
+@pytest.mark.parametrize("content", [None, b"other"])
+def test_missing_vocabulary_is_said_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    for name in GPT2_FILES if content else ():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name, value in {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name.lower(), value)
+    load_tokenizer.cache_clear()
     start = time.monotonic()
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **unreachable, "TIKTOKEN_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
-    ).stdout  # fmt: skip
+    with pytest.raises(UserError, match="the GPT-2 vocabulary is not on this machine") as told:
+        load_tokenizer("gpt2")
     assert time.monotonic() - start < 15
-    assert out.startswith("UserError error: the GPT-2 vocabulary is not on this machine")
-    assert "TIKTOKEN_CACHE_DIR" in out
-    assert "data.tokenizer=bytes" in out
-    assert all(name in out for name in GPT2_FILES)
+    assert "TIKTOKEN_CACHE_DIR" in str(told.value)
+    assert all(name in str(told.value) for name in GPT2_FILES)
+    assert all((tmp_path / name).read_bytes() == content for name in GPT2_FILES if content), "left as it is"
+
+
+# ---- text piece by piece: in whole characters, and in all the text of all ids ----------------------------------------
+
+STREAMED = "To be 🙂 or — né 12345, the thing.\n\n.. 世界"
+
+
+def pieces(tokenizer, ids):
+    stream = TextStream(tokenizer)
+    return [*(stream.add([i]) for i in ids), stream.end()]
+
+
+@pytest.fixture(params=["bytes", "ranks", "words"])
+def tokenizer(request, tmp_path):
+    if request.param == "bytes":
+        return load_tokenizer("bytes")
+    if request.param == "ranks":
+        return load_file(str(write_ranks(tmp_path / "tokenizer.model")))
+    return load_file(str(write_json(tmp_path, ["?", "To", "be", "or", "thing"], ["</s>"], "</s>")))
+
+
+def test_the_pieces_are_the_text(tokenizer):
+    ids = tokenizer.encode_ordinary(STREAMED)
+    assert len(ids) > 5
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_no_piece_ends_within_a_character():
+    tokenizer = load_tokenizer("bytes")
+    found = pieces(tokenizer, tokenizer.encode_ordinary(STREAMED))
+    assert "".join(found) == STREAMED
+    assert "🙂" in found
+    assert "界" in found
+    assert found.count("") > 8, "while a character is incomplete"
+    assert not any("\ufffd" in piece for piece in found)
+
+
+def test_bytes_that_are_no_text_are_marked_as_in_the_whole():
+    generator, tokenizer = torch.Generator().manual_seed(0), load_tokenizer("bytes")
+    for length in range(1, 120, 7):
+        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_what_is_incomplete_at_the_end_is_given_then():
+    assert pieces(load_tokenizer("bytes"), [65, 195]) == ["A", "", "\ufffd"]
+    assert pieces(load_tokenizer("bytes"), []) == [""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_after_a_prompt_keeps_its_first_blank(tmp_path, kind):
+    text = "the thing  and in the thing and the other thing"
+    tokenizer = load_file(str(write_trained(tmp_path, kind, text)))
+    ids = tokenizer.encode_ordinary(text)
+    for cut in range(len(ids)):
+        prompt = tokenizer.decode(ids[:cut])
+        stream = TextStream(tokenizer, ids[:cut])
+        drawn = "".join([*(stream.add([i]) for i in ids[cut:]), stream.end()])
+        assert prompt + drawn == tokenizer.decode(ids)

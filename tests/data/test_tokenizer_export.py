@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import tokenizer_export, tokenizer_files
-from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
+from gpt2_fp8.data import tokenizer_export
+from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_file, load_tokenizer
 from tests.data.tokenizers_made import KINDS, RANKS, write_json, write_ranks, write_trained
 
 # GPT-2's (Radford et al. 2019, encoder.py)
@@ -78,7 +78,7 @@ def test_a_merge_is_what_lower_ranks_leave():
 def test_a_file_of_ones_own_gives_the_ids_of_training(tmp_path: Path, kind):
     """Whatever its post-processor, its truncation and the configuration beside it say."""
     folder = write_trained(tmp_path / "t", kind, CORPUS)
-    ours = tokenizer_files.load(str(folder))
+    ours = load_file(str(folder))
     (tmp_path / "out").mkdir()
     for file, content in tokenizer_export.files_of(str(folder), 64).items():
         (tmp_path / "out" / file).write_bytes(content)
@@ -100,7 +100,7 @@ def test_what_ends_a_text_is_what_ended_documents(tmp_path: Path, eos, beside):
         (folder / "tokenizer_config.json").write_text(beside)
     said = json.loads(tokenizer_export.files_of(str(folder), 64)["tokenizer_config.json"])
     assert said["eos_token"] == said["bos_token"] == ends
-    assert tokenizer_files.load(str(folder)).eot_token == 4
+    assert load_file(str(folder)).eot_token == 4
 
 
 def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):

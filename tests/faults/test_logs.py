@@ -20,7 +20,7 @@ from gpt2_fp8.train import metrics_csv
 from gpt2_fp8.train.loggers import MetricsFile, build_loggers
 from tests import forkserver
 from tests.data.hub_runs import ROOT
-from tests.runs import SMALL, metrics, summary, train
+from tests.runs import SMALL, summary, train
 
 BOTH = LoggerConfig(tensorboard=True, csv=True)
 PLAIN = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -152,31 +152,3 @@ def test_a_run_clears_what_a_killed_one_left_and_nothing_else(tmp_path: Path, mo
         spool.clear()
         assert mine.is_dir()
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine.name, "precious"])
-
-
-FULL = """
-import resource, sys
-from gpt2_fp8.data import worker_process
-
-def run(connection, reader, spool):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
-    worker_process.run(connection, reader, spool)
-
-if __name__ == "__main__":
-    from gpt2_fp8 import run as program
-    from gpt2_fp8.data import worker_handle
-    worker_handle.run = run
-    sys.exit(program.main(sys.argv[1:]))
-"""
-
-
-def test_tokens_that_find_no_room_are_read_again_by_the_run_itself(tmp_path: Path) -> None:
-    """The limit on files is that of the workers alone, as if their folder were full."""
-    (tmp_path / "script.py").write_text(FULL)
-    found = []
-    for program in (["script.py"], ["-m", "gpt2_fp8.run"]):
-        words = [*SMALL, f"run_name={len(found)}", "data.num_workers=2", "trainer.max_steps=6"]
-        done = forkserver.python(*program, *words, cwd=tmp_path, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found.append(metrics(tmp_path / "outputs" / str(len(found)))["train_loss"])
-    assert found[0] == found[1], "the same text in the same order"

@@ -15,7 +15,7 @@ from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
-from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.schedule import learning_rate_factor
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales

@@ -74,8 +74,7 @@ def larger():
 def test_108_another_validation_text_is_refused(tmp_path, begun):
     """The best would be the lowest loss of two different texts."""
     said = refused(tmp_path, begun, "data.val_sequences=4")
-    assert "the validation text, on which the best is the best (its checksum), was" in said
-    assert "data.val_sequences=0" in said
+    assert "the validation text (its checksum) was" in said
     assert len(said.splitlines()) == 2
 
 

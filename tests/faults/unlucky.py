@@ -46,7 +46,3 @@ def sluggish():
     while time.monotonic() < until:
         sum(range(20000))
         time.sleep(0.1)
-
-
-def network_error():
-    raise ConnectionError("try again")

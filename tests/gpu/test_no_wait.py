@@ -7,7 +7,7 @@ import torch
 
 from gpt2_fp8.callbacks import checkpointing
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.lane import Batches
 from gpt2_fp8.engine.gradients import Gradients
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU

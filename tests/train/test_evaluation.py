@@ -19,10 +19,8 @@ from torch.nn.functional import cross_entropy
 from gpt2_fp8 import evaluate, load_config
 from gpt2_fp8.compose import evaluation
 from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.config.programs import EvaluateConfig, Item
-from gpt2_fp8.config.programs import read_ranking as read_ranking
-from gpt2_fp8.data.tokenizer import load_tokenizer, text_bytes
-from gpt2_fp8.data.tokenizer_files import load
+from gpt2_fp8.config.programs import EvaluateConfig, Item, read_ranking
+from gpt2_fp8.data.tokenizer import load_file, load_tokenizer, text_bytes
 from gpt2_fp8.train import ranking, trained
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
@@ -125,7 +123,7 @@ def test_the_bytes_of_a_text() -> None:
             continue  # without a network
         assert text_bytes(tokenizer, tokenizer.encode_ordinary(TEXT)) == len(TEXT.encode())
     assert text_bytes(load_tokenizer("bytes"), [195]) == 1, "half a character"
-    ranks = load(str(write_ranks(Path("tokenizer.model"))))
+    ranks = load_file(str(write_ranks(Path("tokenizer.model"))))
     assert text_bytes(ranks, ranks.encode_ordinary(TEXT)) == len(TEXT.encode())
 
 
@@ -237,7 +235,7 @@ def test_pairs_are_encoded_as_lm_eval_does() -> None:
     encoded = ranking.encode_pair(load_tokenizer("bytes"), "ab  ", "c")
     assert encoded == ([*b"ab   c"], 4)
     assert ranking.encode_pair(load_tokenizer("bytes"), "", "c") == ([256, *b" c"], 2)
-    merged = load(str(write_ranks(Path("tokenizer.model"))))  # it has " the"
+    merged = load_file(str(write_ranks(Path("tokenizer.model"))))  # it has " the"
     assert ranking.encode_pair(merged, "x", "the") == (merged.encode_ordinary("x the"), 1)
 
 

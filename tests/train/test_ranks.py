@@ -40,7 +40,7 @@ collectives.average, GPT2Module.on_train_start = counted, on_train_start
 DATA = """
 import threading
 from gpt2_fp8.config.errors import DataSourceLost
-from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.runtime import signals
 from gpt2_fp8.runtime.collectives import rank_and_world
 
