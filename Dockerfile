@@ -16,7 +16,6 @@ WORKDIR /opt/gpt2_fp8
 # What changes seldom comes first, so that a change of the code installs no package again.
 COPY pyproject.toml docker/requirements.py ./
 RUN python requirements.py pyproject.toml requirements.txt constraints.txt
-# hadolint ignore=DL3059
 RUN pip install -r requirements.txt
 
 COPY setup.py README.md LICENSE ./
@@ -24,7 +23,6 @@ COPY conf conf
 COPY gpt2_fp8 gpt2_fp8
 # Without dependencies: pip takes the image's torch to be older than 2.11, and would replace it. From another folder, so
 # that what is installed is tried, and not the copy.
-# hadolint ignore=DL3003
 RUN pip install --no-deps --no-build-isolation . \
     && cd / && python -m gpt2_fp8.run --help > /dev/null \
     && python -c "import torch, transformer_engine; print(torch.__version__, transformer_engine.__version__)"
@@ -33,7 +31,6 @@ RUN pip install --no-deps --no-build-isolation . \
 RUN useradd --create-home --uid 10001 trainer \
     && mkdir -p /work/outputs /cache \
     && chown -R trainer /work && chmod 1777 /work /work/outputs /cache
-# hadolint ignore=DL3064
 ENV HF_HOME=/cache/huggingface \
     TIKTOKEN_CACHE_DIR=/cache/tiktoken \
     TRITON_CACHE_DIR=/cache/triton \

@@ -206,14 +206,6 @@ def test_44_a_job_that_is_preempted_before_a_step_is_requeued(scontrol, monkeypa
     assert slurm.ended(signal.SIGTERM).exit_code == 0
 
 
-def test_44_one_process_of_a_task_requeues_it(scontrol, monkeypatch):
-    """The others are of a launcher that was started in the task."""
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "1")
-    assert slurm.ended(signal.SIGUSR1).exit_code == 0
-    assert not scontrol.exists()
-
-
 PREEMPTED = "JobId=4242 JobState=RUNNING Requeue=1 Restarts=0 PreemptTime=2026-11-23T06:32:51 Command=/job.sh"
 
 
@@ -256,13 +248,6 @@ def test_44_a_second_rank_ends_no_task_of_the_job(scontrol, monkeypatch):
         monkeypatch.setenv(name, "2")
     assert slurm.ended(signal.SIGTERM).exit_code == 0
     assert not scontrol.exists()
-
-
-def test_44_submitits_signal_is_ours(tmp_path, whole, scontrol):
-    with pytest.raises(slurm.Requeued):
-        run(tmp_path, callbacks=[At("on_train_batch_start", 5, kill(signal.SIGUSR2))])
-    assert scontrol.read_text() == "requeue 4242\n"
-    continues_like(whole, tmp_path)
 
 
 def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
@@ -330,23 +315,6 @@ def test_44_a_torchrun_that_would_die_of_the_signal_is_said(handled, heard, monk
         monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
     said = slurm.unheard()
     assert heard if said is None else "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in said
-
-
-def test_44_the_agent_of_accelerate_is_called_by_its_name(monkeypatch):
-    """It has no such option, so torchrun is to take its place."""
-    variables = {
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
-        "TORCHELASTIC_RUN_ID": "none",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    for name, value in (BATCH | variables | {"SLURM_STEP_ID": "0", "ACCELERATE_MIXED_PRECISION": "no"}).items():
-        monkeypatch.setenv(name, value)
-    said = slurm.unheard()
-    assert said is not None
-    assert "would end accelerate launch before" in said
-    assert "torchrun, in its place, --signals-to-handle" in said
 
 
 def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
