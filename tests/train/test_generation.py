@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gpt2_fp8.config.generate_schema import GenerateConfig
 
 from gpt2_fp8 import compose, export, generate
 from gpt2_fp8.checkpoint import files
+from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.train.generation import Generation

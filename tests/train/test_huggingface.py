@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from gpt2_fp8 import compose, export, generate, import_hf
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.manifest import CheckpointError
-from gpt2_fp8.config import hf_check
+from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.data.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ def save_theirs(folder: Path, name: str, **options: Any) -> Any:
 
 def expressed(folder: Path, **changes: Any) -> ModelConfig:
     """The keys of `model` that are those of a folder."""
-    return replace(CONFIG, **hf_check.read(folder)[1] | changes)
+    return replace(CONFIG, **hf_config.read_folder(folder)[1] | changes)
 
 
 def built(model: ModelConfig, weights: dict[str, torch.Tensor] | None = None) -> GPT2:
@@ -102,7 +102,7 @@ def test_logits_of_a_folder_are_transformers_and_go_back_bit_for_bit(tmp_path: P
     theirs = save_theirs(tmp_path / "in", name, max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 1
     model = expressed(tmp_path / "in")
-    assert list(hf_check.check(model, None, tmp_path / "in")) == []
+    assert list(hf_config.check_model(model, None, tmp_path / "in")) == []
     weights = hf_import.read_weights(tmp_path / "in", model, IDS)
     assert apart(built(model, weights), theirs) < BOUND
     write_checkpoint(tmp_path / "own", model, weights)
@@ -129,7 +129,7 @@ def test_transformers_computes_an_exported_model_alike(tmp_path: Path, name: str
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values()), told
     assert apart(ours, theirs.eval()) < BOUND
-    assert list(hf_check.check(model, IDS, tmp_path / "out")) == []
+    assert list(hf_config.check_model(model, IDS, tmp_path / "out")) == []
     again = hf_import.read_weights(tmp_path / "out", model, IDS)
     assert again.keys() == ours.state_dict().keys()
     assert all(torch.equal(again[key], value) for key, value in ours.state_dict().items())
@@ -211,9 +211,9 @@ def test_what_no_key_says_is_refused(tmp_path: Path, name: str, changes: Any, ca
     save_file({}, tmp_path / "model.safetensors")
     architecture = {"GPT-2": "GPT2LMHeadModel", "Llama 3.2": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM"}[name]
     edited(tmp_path, architectures=[architecture])
-    assert hf_check.read(tmp_path)[0].name == architecture
+    assert hf_config.read_folder(tmp_path)[0].name == architecture
     with pytest.raises(UserError) as caught:
-        hf_check.read(edited(tmp_path, **changes))
+        hf_config.read_folder(edited(tmp_path, **changes))
     (problem,) = caught.value.problems
     assert cause in problem.cause
     assert remedy in problem.remedy
@@ -280,7 +280,7 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_told_with_one_that_fits(tmp_p
     model = replace(expressed(tmp_path), vocab_size=None)
 
     def said(model: ModelConfig, tokens: int) -> list[Any]:
-        return [finding.problem for finding in hf_check.check(model, tokens, tmp_path)]
+        return [finding.problem for finding in hf_config.check_model(model, tokens, tmp_path)]
 
     assert said(model, IDS) == []
     (problem,) = said(model, 50_257)
@@ -322,7 +322,7 @@ def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
     save_theirs(tmp_path, "GPT-2")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickles") as caught:
-        hf_check.read(tmp_path)
+        hf_config.read_folder(tmp_path)
     assert "save_pretrained" in caught.value.problems[0].remedy
 
 
@@ -355,7 +355,7 @@ def test_paths_are_checked_all_at_once(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "full" / "a").touch()
     assert export.main([str(tmp_path / "gone"), str(tmp_path / "full")]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'gone'} does not exist" in said
+    assert f"{tmp_path / 'gone'}: does not exist" in said
     assert f"{tmp_path / 'full'} is there already, and not empty" in said
     assert said.count("error: ") == 2
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import logger_checks
+from gpt2_fp8.config import checks
 from gpt2_fp8.train import loading, services
 from gpt2_fp8.train.services import Remote, Wandb
 from tests.runs import SMALL, metrics, recorded, train, train_until
@@ -197,10 +197,10 @@ def test_wandb_is_offline_where_it_cannot_be_reached(tmp_path, monkeypatch, capl
 
 @pytest.mark.parametrize(("name", "library"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("mlflow", "sqlalchemy")])
 def test_a_missing_library_is_said_before_torch(name, library, monkeypatch):
-    monkeypatch.setattr(logger_checks, "find_spec", lambda module: None if module == library else object())
+    monkeypatch.setattr(checks, "find_spec", lambda module: None if module == library else object())
     (config,) = compose.preflight([*SMALL])
     (chosen,) = (compose.preflight([*SMALL, f"logger={word}"]) for word in ["none"])
-    assert list(logger_checks.check(chosen[0])) == []
+    assert list(checks.check_logger(chosen[0])) == []
     with pytest.raises(Exception, match=f"library {library}, which it needs, is not installed") as caught:
         compose.preflight([*SMALL, f"logger={name}"])
     assert f'pip install -e ".[{name}]"' in str(caught.value)
