@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import last_say, process_end, programs, ranks, signals, slurm
+from gpt2_fp8.runtime import process_end, programs, ranks, signals, slurm
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
-from gpt2_fp8.train import loading, several, sweep_job
+from gpt2_fp8.train import loading, sweep_job
+from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, say_end
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
-
-    from gpt2_fp8.runtime.rendezvous import Meeting
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 
@@ -45,7 +44,7 @@ def job(cfg: DictConfig) -> float | None:
         try:
             return _job(cfg)
         except _Ended as ended:  # it may be in the queue again: submitit gets no result
-            last_say.say(str(ended.error))
+            programs.say(str(ended.error))
             raise SystemExit(ended.error.exit_code) from None
 
 
@@ -62,19 +61,22 @@ def _job(cfg: DictConfig) -> float | None:
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         words = unforced(map(str, HydraConfig.get().overrides.task))
         base = here if HydraConfig.get().job.chdir else None
-        again = ranks.turns_before() > 0 or ((met := _met()) is not None and met.again)
+        again = ranks.turns_before() > 0 or ((met := joined_ranks()) is not None and met.again)
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if HydraConfig.get().mode == RunMode.MULTIRUN and launchers.is_joblib(HydraConfig.get()):
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / launchers.STOP)
-        if (count := several.processes(config)) > 1:
-            return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
+        alone = HydraConfig.get().mode == RunMode.RUN
+        if not alone and (count := loading.processes_to_start(config)) > 1:
+            code = loading.launch(count, compose.of_job(sys.argv[1:], words, str(folder)))
+            if code > 128:
+                raise Stopped(code - 128)
+            return end_of_process(RunEnd(config, folder, here, words), code)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
-        alone = HydraConfig.get().mode == RunMode.RUN
         typed = own_words.Typed(tuple(unforced(sys.argv[1:])), here) if alone else None
-        return loading.training(config, folder, here, words, typed is None)(config, folder, words, typed)
+        return loading.train(config, folder, here, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
@@ -101,7 +103,7 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return last_say.end(error, _met())
+            return say_end(error)
     return code
 
 
@@ -121,10 +123,10 @@ def _run(argv: list[str]) -> int:
             return 0
         argv = compose.look_only(line)
     else:
-        plan = compose.plan_run(line, slurm.lasting_name(argv), loading.rendezvous)
+        plan = compose.plan_run(line, slurm.lasting_name(argv), loading.import_rendezvous)
         argv = plan.words
-        if not plan.multirun and (count := several.processes(plan.jobs[0].config)) > 1:
-            return several.launch(count, argv)
+        if not plan.multirun and (count := loading.processes_to_start(plan.jobs[0].config)) > 1:
+            return loading.launch(count, argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
@@ -141,15 +143,6 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _met() -> Meeting | None:
-    """Return where the ranks have met; None: there is one process, or they have not."""
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
-        return None
-    from gpt2_fp8.runtime import rendezvous
-
-    return rendezvous.joined()
-
-
 def _end_sweep() -> None:
     """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
     from gpt2_fp8.compose import launchers, sweeps
@@ -163,9 +156,9 @@ def _end_sweep() -> None:
         for text in sweep.write(folder, sweep.read(folder)):
             print(harmless(text), flush=True)
         if isinstance(sys.exc_info()[1], Interrupted) and (said := launchers.describe_left(folder)):
-            last_say.say(said)
+            programs.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
-        last_say.say(f"warning: the table of the sweep is not complete: {error}")
+        programs.say(f"warning: the table of the sweep is not complete: {error}")
 
 
 def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:

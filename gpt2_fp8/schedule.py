@@ -44,7 +44,7 @@ def _show(argv: list[str]) -> None:
 
     runs = []
     for before in configs:
-        config = resolve_length(run_length.fit_schedule(before, typed), 0, typed, drawn=True).config
+        config = resolve_length(run_length.fit_schedule(before, typed), typed, drawn=True).config
         print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
         runs.append(config)
     try:

@@ -23,7 +23,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from gpt2_fp8.checkpoint.load import upgraded
-from gpt2_fp8.train.saved_config import with_model_options
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.train.saved_config import with_defaults
 
 HERE = Path(__file__).resolve().parents[1]
 ONE = {
@@ -97,7 +98,7 @@ def found(folder: Path) -> dict[str, Any]:
         state = upgraded(json.loads((path / "state.json").read_text()))
         state.setdefault("training_step", {}).setdefault("scaling", {})
         state["callbacks"].pop("TimeLimit", None)  # a time
-        state["model"] = with_model_options(state["model"])
+        state["model"] = with_defaults(ModelConfig, state["model"])
         result[f"{path.name}/state"] = {key: value for key, value in state.items() if key not in NEW}
         for file in sorted(path.glob("*.safetensors")):
             for name, tensor in load_file(file).items():

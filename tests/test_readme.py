@@ -12,7 +12,7 @@ from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.runtime import programs
-from gpt2_fp8.train import fp8_csv
+from gpt2_fp8.train.loggers import FP8_COLUMNS
 from gpt2_fp8.train.summary import Precision, Summary
 from tests import settings_page
 from tests.data.tokenizers_made import write_json
@@ -149,7 +149,7 @@ def test_the_mistakes_shown_are_answered_so(page, tmp_path, monkeypatch):
 
 
 def test_the_tables_are_the_programs():
-    assert documented("what-to-watch.md", "column") == set(fp8_csv.COLUMNS)
+    assert documented("what-to-watch.md", "column") == set(FP8_COLUMNS)
     summary = vars(Summary(precision=Precision(asked="bf16"), recipe=None)).keys() - {"_began"}
     assert documented("output.md", "keys") == summary
     groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in conf_dir().iterdir() if path.is_dir()}

@@ -95,7 +95,7 @@ def test_epochs_are_counted(tmp_path, monkeypatch, capsys):
         "trainer.max_steps=null", "trainer.max_epochs=2", "optim.warmup_steps=1",
     ]  # fmt: skip
     (config,) = compose.preflight([*SMALL, "run_name=r", *words])
-    steps = resolve_length(config, 0).config.trainer.max_steps
+    steps = resolve_length(config).config.trainer.max_steps
     assert steps > 10
     assert max(rows(said(capsys, *SMALL, "run_name=r", *words))) == steps
 

@@ -41,13 +41,13 @@ class DivergenceGuard(pl.Callback):
         self._save = save
         self._says = True
         self._save_next = False
-        self._left: dict[Path, int] = {}  # the checkpoints of a branch left behind, with their inodes
+        self._left: set[Path] = set()  # the checkpoints of a branch left behind
 
     def start_again(self, step: int) -> None:
         """Reset the policy between two `fit`s, after a rollback to the checkpoint of `step`; 0: to the start."""
         self.policy.start_again()
         self._save_next = True
-        self._left = {path: path.stat().st_ino for later, path in pointers.steps(self._folder).items() if later > step}
+        self._left |= {path for later, path in pointers.steps(self._folder).items() if later > step}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Choose the rank that logs: all ranks decide alike, so one of them is enough."""
@@ -75,12 +75,9 @@ class DivergenceGuard(pl.Callback):
         self.policy.load_state_dict(state_dict)
 
     def _advise(self, before: int) -> str:
-        """Say what may help, with the newest checkpoint up to a step if there is one.
-
-        One of a branch left behind is not named, unless its step was written again since.
-        """
+        """Say what may help, with the newest checkpoint up to a step that is of no branch left behind."""
         found = [path for step, path in pointers.steps(self._folder).items() if step <= before]
-        found = [path for path in found if path not in self._left or self._left[path] != path.stat().st_ino]
+        found = [path for path in found if path not in self._left]
         return advice(self._penalties, found[-1] if found else None)
 
     def _say(self, line: str) -> None:

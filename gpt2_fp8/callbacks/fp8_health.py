@@ -47,12 +47,12 @@ class FP8HealthLog(pl.Callback):
     Args:
         config: the run's.
         write: is given the step and the health of every tensor; None: nothing is written.
-        typed: the interval was typed, so it holds, and the log says once what more than `COST` it takes.
+        typed: the interval was typed, so it holds.
     """
 
     def __init__(self, config: RunConfig, write: Write | None = None, typed: bool = False):
         self.config, self._write = config, write
-        self._holds, self._told = typed, False
+        self._holds = typed
         self.every_n_steps = config.trainer.log_every_n_steps
         self.interval = config.callbacks.fp8_health_every_n_steps
         self._health: FP8Health | None = None
@@ -135,7 +135,7 @@ class FP8HealthLog(pl.Callback):
             if write := getattr(logger, "log_fp8_tensors", None):  # loggers.EventFile
                 write(found, step)
         self._passes += 1
-        if self._passes > 1:
+        if self._passes > 1 and not self._holds:
             self._widen(self._health.seconds + time.perf_counter() - began)
         self._due = self._next(step)
         return found
@@ -157,28 +157,15 @@ class FP8HealthLog(pl.Callback):
             self._rates.append((time.perf_counter() - self._clock[0]) / (step - self._clock[1]))
 
     def _widen(self, seconds: float) -> None:
-        """Double the interval until a pass of `seconds` takes at most `COST` of it; only tell of one that was typed."""
+        """Double the interval until a pass of `seconds` takes at most `COST` of the time."""
         rate = statistics.median(self._rates) if self._rates else 0.0
         least = math.ceil(seconds / (COST * rate)) if rate else 0
-        if self.interval >= least or self._told:
-            return
-        if self._holds:
-            self._told = True
-            log.info(
-                "a sampled pass over the FP8 tensors takes %.0f ms: "
-                "one every %d steps, as typed, is %.0f %% of the time",
-                seconds * 1000,
-                self.interval,
-                100 * seconds / (seconds + self.interval * rate),
-            )
+        if self.interval >= least:
             return
         while self.interval < least:
             self.interval *= 2
-        log.info(
-            "a sampled pass over the FP8 tensors takes %.0f ms: there is one every %d steps",
-            seconds * 1000,
-            self.interval,
-        )
+        log.info("a sampled pass over the FP8 tensors takes %.0f ms: there is one every %d steps",
+                 seconds * 1000, self.interval)  # fmt: skip
 
     def _next(self, step: int) -> int:
         return (step // self.interval + 1) * self.interval

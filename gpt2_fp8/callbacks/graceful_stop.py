@@ -1,6 +1,6 @@
-"""Ends training between two steps: at SIGINT, SIGTERM and similar (`runtime/signals.py`), and if no data comes.
+"""Ends training between two steps: at a signal (`runtime/signals.py`), if no data comes, and after a time.
 
-In both cases the last finished step is saved, on every rank, and the run ends. A single process does not finish the
+The last finished step is saved, on every rank, and the run ends. A single process does not finish the
 step in which the signal comes, since that may take minutes on a CPU. `signals.look` gives it up between two of its
 passes, and `TrainingStep` undoes its changes. Several ranks finish the step, and agree.
 """
@@ -8,13 +8,14 @@ passes, and `TrainingStep` undoes its changes. Several ranks finish the step, an
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from gpt2_fp8.compat import lightning_logging
 from gpt2_fp8.compat import lightning_loops as loops
@@ -155,3 +156,63 @@ class GracefulStop(Checkpoint):
             raise DataSourceLost("another rank gets no data")
         if reason:
             raise Stopped(reason)
+
+
+class TimeLimit(Callback):
+    """Stops a run after the step in which its time is over (`trainer.max_time`): the step is a last one like any.
+
+    Lightning's `Timer` exchanges its answer through the GPU after every step, which waits there, and forgets the time
+    of steps that a rollback leaves behind. The time runs from the start of training on, through validations,
+    checkpoints and rollbacks. Training before a resume counts, up to the checkpoint. All ranks stop at the same step:
+    the first one at which the time is over for any of them. Callbacks that look at `trainer.should_stop` come after
+    this one.
+
+    Args:
+        seconds: the time; None: no limit. The time is kept all the same, for a resume that has one.
+
+    Attributes:
+        reached: whether the time is over.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.reached = False
+        self._before = 0.0  # in processes before this one
+        self._began: float | None = None
+
+    @property
+    def trained(self) -> float:
+        """Return the seconds of training so far, over all resumes."""
+        return self._before + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, or None without a limit."""
+        return None if self.seconds is None else max(self.seconds - self.trained, 0.0)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop before the first step if the time was over at the checkpoint, which Lightning has restored by now."""
+        self._look(trainer, "already complete: %.0f s of trainer.max_time were over at the checkpoint")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, unless it runs since an earlier `fit` of this process."""
+        self._began = time.monotonic() if self._began is None else self._began
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Stop after this step if the time is over. Collective."""
+        self._look(trainer, f"the %.0f s of trainer.max_time are over at step {trainer.global_step}")
+
+    def _look(self, trainer: Trainer, said: str) -> None:
+        if self.seconds is None or not collectives.largest(int(self.trained >= self.seconds)):
+            return
+        if trainer.is_global_zero and not self.reached:
+            log.info(said, self.seconds)
+        self.reached = trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds of training so far."""
+        return {"seconds": self.trained}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Add the training before this process. After a rollback nothing is added: the clock still runs."""
+        if self._began is None:
+            self._before = state_dict["seconds"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,71 +17,37 @@ from gpt2_fp8.engine.pace import Pace
 log = logging.getLogger(__name__)
 
 _FEW_STEPS, _MANY_STEPS, _LONG_ENOUGH = 2, 9, 2.0  # steps, steps, seconds: when the first steps tell enough
-_LONG_STEP = 30.0  # seconds of a step for which its first micro-batches tell enough
 
 
 class LogLine(pl.Callback):
     """Writes what `Throughput` has read to the run's log, on rank 0.
 
     Args:
-        config: the run's; its micro-batch is a number.
+        config: the run's.
         pace: each step's end is noted there, for whoever tells the time that is left.
         best: returns the lowest validation loss before the present one and its step, or None.
-        clock: gives seconds.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        pace: Pace,
-        best: Callable[[], tuple[float, int] | None],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.pace, self.total = pace, steps_to_run(config)
-        self._micro_batch = config.micro_batch * config.model.n_positions
-        self._tokens = tokens_a_step(config)
-        self._best, self._clock, self._told = best, clock, False
-        self._pass_ended: float | None = None
+    def __init__(self, config: RunConfig, pace: Pace, best: Callable[[], tuple[float, int] | None]):
+        self.pace, self.total, self._tokens = pace, steps_to_run(config), tokens_a_step(config)
+        self._best, self._told = best, False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin to measure."""
         self.pace.begin()
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Tell how long the run will take after two micro-batches on a CPU, whose first step may take an hour.
-
-        A GPU still computes when the host comes here.
-        """
-        if self._told or trainer.strategy.root_device.type != "cpu":
-            return
-        before, self._pass_ended = self._pass_ended, self._clock()
-        if before is not None and not self.pace.steps:
-            rate = self._micro_batch * trainer.world_size / (self._pass_ended - before)
-            if self._tokens / rate >= _LONG_STEP:
-                self._tell(trainer, rate, (self.total - trainer.global_step) * self._tokens / rate)
-
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the step's end, and tell once how long the run will take."""
         self.pace.step_ended(trainer.global_step)
-        self._pass_ended = None
-        steps, seconds = self.pace.steps, self.pace.seconds
-        if not self._told and (steps >= _MANY_STEPS or (steps >= _FEW_STEPS and seconds >= _LONG_ENOUGH)):
-            left = self.pace.left(trainer.global_step)
-            assert left is not None
-            self._tell(trainer, steps * self._tokens / seconds, left)
-
-    def _tell(self, trainer: pl.Trainer, rate: float, left: float) -> None:
-        """Log how long the rest of the run will take."""
-        self._told = True
-        if (steps := self.total - trainer.global_step) <= 0:
+        steps, seconds, more = self.pace.steps, self.pace.seconds, self.total - trainer.global_step
+        if self._told or not (steps >= _MANY_STEPS or (steps >= _FEW_STEPS and seconds >= _LONG_ENOUGH)):
             return
-        log.info(
-            "%s of %s tokens at %s tokens/s: about %s",
-            _more(steps),
-            f"{self._tokens:,}",
-            f"{rate:,.0f}",
-            duration(left),
-        )
+        self._told = True
+        if more > 0:
+            left, rate = self.pace.left(trainer.global_step), steps * self._tokens / seconds
+            assert left is not None
+            log.info("%s of %s tokens at %s tokens/s: about %s",
+                     counted(more, "more step"), f"{self._tokens:,}", f"{rate:,.0f}", duration(left))  # fmt: skip
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of an interval that ends with `step`. `metrics` are those of `Throughput`."""
@@ -118,10 +83,6 @@ def validation(step: int, total: int, loss: float, best: tuple[float, int] | Non
     else:
         mark = "  best" if loss < best[0] else f"  (best {best[0]:.4f} at step {best[1]:,})"
     return f"{_step(step, total)}  val_loss {loss:.4f}{mark}"
-
-
-def _more(steps: int) -> str:
-    return counted(steps, "more step")
 
 
 def _step(step: int, total: int) -> str:

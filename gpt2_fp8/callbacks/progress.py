@@ -7,15 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
-from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +45,7 @@ class ProgressBar(LightningBar):
         self._enabled = True
         self._live: Live | None = None
         self._handlers: list[tuple[logging.StreamHandler, TextIO]] = []
-        self._drawn_at, self._drawn_width = 0.0, 0
+        self._drawn_at = 0.0
 
     def disable(self) -> None:
         """Draw nothing, as on other ranks than 0."""
@@ -110,7 +109,6 @@ class ProgressBar(LightningBar):
         if self._live is None:
             return
         live, self._live = self._live, None
-        self._erase_wrapped(live.console)
         live.stop()
         process_end.redrawn = False
         for handler, stream in self._handlers:
@@ -122,38 +120,19 @@ class ProgressBar(LightningBar):
         if self._live is None or (not now and self._clock() < self._drawn_at + _EVERY):
             return
         self._drawn_at = self._clock()
-        self._erase_wrapped(self._live.console)
         self._live.refresh()
-        self._drawn_width = self._live.console.width
-
-    def _erase_wrapped(self, console: Console) -> None:
-        """Erase the rows that the bar takes since the terminal has become narrower; rich knows of one."""
-        rows = -(-self.line.width // max(console.width, 1)) if console.width < self._drawn_width else 1
-        for _ in range(rows - 1):
-            up: list[Any] = [ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)]
-            console.control(Control(*up))
 
 
+@dataclass
 class BarLine:
-    """What the bar shows, cut to the terminal's width.
+    """What the bar shows, cut to the terminal's width."""
 
-    Attributes:
-        step: the optimizer step that has ended.
-        total: the run's last one.
-        loss: the newest training loss, nats a token; None before one.
-        rate: tokens a second over all ranks, or None.
-        left: seconds to the end of the run, or None.
-        validated: where a validation is, or its result.
-        width: columns of what was drawn last.
-    """
-
-    def __init__(self, total: int):
-        self.step, self.total = 0, total
-        self.loss: float | None = None
-        self.rate: float | None = None
-        self.left: float | None = None
-        self.validated = ""
-        self.width = 0
+    total: int  # the run's last step
+    step: int = 0  # the optimizer step that has ended
+    loss: float | None = None  # the newest training loss, nats a token
+    rate: float | None = None  # tokens a second over all ranks
+    left: float | None = None  # seconds to the end of the run
+    validated: str = ""  # where a validation is, or its result
 
     def text(self, columns: int) -> str:
         """Return what stands beside the bar: as much of it as has room in `columns`, the most useful first."""
@@ -177,7 +156,6 @@ class BarLine:
         columns = options.max_width - 1
         text = self.text(columns - _NARROWEST - 1)
         bar = min(_WIDEST, columns - len(text) - 1)
-        self.width = min(columns, len(text) + (bar + 1 if bar >= _NARROWEST else 0))
         if bar < _NARROWEST:
             yield Text(text[: max(columns, 1)], no_wrap=True)
             return

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
-from gpt2_fp8.model.generate import generate
+from gpt2_fp8.model.generate import decode_after, generate
 from gpt2_fp8.runtime import signals
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Samples(pl.Callback):
             with pl_module.step.evaluation.forwards() as model:
                 ids = generate(
                     model, prompt or [tokenizer.eot_token], self.tokens, pl_module.vocab_size, n_positions, self.seed,
-                    stopped=_is_stopping,
+                    stopped=signals.pending,
                 )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
@@ -41,14 +41,9 @@ class Samples(pl.Callback):
         if signals.pending():
             log.info("no sample at step %d: the run is stopping", trainer.global_step)
             return
-        known = [i for i in ids if i < tokenizer.n_vocab]  # decoded with the prompt: some drop a text's first blank
-        text = self.prompt + tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]
+        known = [i for i in ids if i < tokenizer.n_vocab]
+        text = self.prompt + decode_after(tokenizer.decode, prompt, known)
         log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
-            if log_text := getattr(logger, "log_text", None):  # loggers.EventFile
+            if log_text := getattr(logger, "log_text", None):  # train/tensorboard.py, train/services.py
                 log_text("sample", text, trainer.global_step)
-
-
-def _is_stopping() -> bool:
-    """Return whether to leave before the next token."""
-    return signals.pending()

@@ -1,4 +1,4 @@
-"""The training log: loss, rate, gradient, speed, waiting and memory, a row an interval."""
+"""The training log: loss, rate, gradient, speed, waiting and memory, a row an interval; and the peaks of memory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,9 @@ class Throughput(pl.Callback):
     A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it. The
     first row, that of a step which is validated, and the last one are there at the end of their step.
 
-    `train_loss` (the cross-entropy, mean over all ranks and those steps that were not skipped), `penalty` (what
-    was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
-    `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (the part of the time spent waiting for the loader; on a GPU, while it had nothing to do), `mfu_bf16`
-    (`model/flops.py`; for GPUs whose peak is known), `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a
-    CPU); `gpu_power_watts` and `gpu_utilization` where the driver tells them.
-
-    A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
+    The metrics are those of `docs/output.md`. `train_loss` and `penalty` are means over all ranks and those steps that
+    were not skipped; `data_wait` is, on a GPU, the part of the time in which it had nothing to do; `memory_gb` is the
+    peak so far, allocated on a GPU and resident on a CPU.
 
     The time is that of the device, from verdict to verdict. It leaves out validation, sampling and the first step
     (compilation, calibration).
@@ -160,7 +155,7 @@ class Throughput(pl.Callback):
             peak = peak_bf16_flops(torch.cuda.get_device_name())
             if peak is not None:
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
-            self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # `PeakMemory` resets it
+            self._peak_gb = max(self._peak_gb, _allocated())  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
         else:
             metrics["memory_gb"] = host_memory.peak_gb()
@@ -178,3 +173,40 @@ class Throughput(pl.Callback):
         if not collectives.is_distributed() and not signals.pending():
             with suppress(Exception):  # what has ended the run is said already
                 pl_module.step.settle()
+
+
+class PeakMemory(pl.Callback):
+    """`training_gb` and `validation_gb`: peaks of allocated memory so far, GiB; None on a CPU, or before the first.
+
+    A validation's peak includes what training keeps meanwhile: weights, optimizer state, recorded graphs.
+    """
+
+    def __init__(self) -> None:
+        self.training_gb: float | None = None
+        self.validation_gb: float | None = None
+
+    @property
+    def peak_gb(self) -> float | None:
+        """Return the larger of the two, up to now."""
+        self._training()
+        return max((x for x in (self.training_gb, self.validation_gb) if x is not None), default=None)
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Take the peak so far as training's, and reset it."""
+        self._training()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Take the peak since the start as validation's, and reset it."""
+        if torch.cuda.is_initialized():
+            self.validation_gb = max(self.validation_gb or 0.0, _allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+    def _training(self) -> None:
+        if torch.cuda.is_initialized():
+            self.training_gb = max(self.training_gb or 0.0, _allocated())
+
+
+def _allocated() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30

@@ -1,4 +1,4 @@
-"""Lightning's CSV log and `log`, the last step's metrics, `flush`, what `validate` returns and `fit` sets on callbacks.
+"""Lightning's `log`, the last step's metrics, `flush`, what `validate` returns and `fit` sets on callbacks.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
@@ -10,32 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-
-
-class KeepingWriter(ExperimentWriter):
-    """Writes a CSV log and keeps an existing one. Lightning's own writer deletes that when it is made."""
-
-    def _check_log_dir_exists(self) -> None:
-        """Leave the folder as it is."""
-
-
-class CSVLoggerOf(CSVLogger):
-    """A CSVLogger whose subclass makes the writer. Lightning's own writer is fixed, in a private attribute."""
-
-    def make_writer(self) -> KeepingWriter:
-        """Return the writer. It is called once, only on rank zero, when the first row is logged."""
-        raise NotImplementedError
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> KeepingWriter:
-        """Return the writer, made at the first request."""
-        if not isinstance(self._experiment, KeepingWriter):
-            self._experiment = self.make_writer()
-        return self._experiment
 
 
 def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float], logger: bool) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from gpt2_fp8.compat.torch_private import agent_waits
-from gpt2_fp8.runtime import last_say, process_end, ranks, slurm
+from gpt2_fp8.runtime import process_end, programs, ranks, slurm
 
 SAVE_SECONDS = 600  # that the ranks have to save and end after a signal
 
@@ -43,7 +43,7 @@ def launch(count: int, words: Sequence[str]) -> int:
         if -failed.exitcode in process_end.SIGNALS:
             return _code(-failed.exitcode)
         name = signal.Signals(-failed.exitcode).name
-        last_say.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
+        programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
         return 1
     except SignalException as error:
         return _code(error.sigval)

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import last_say, ranks
+from gpt2_fp8.runtime import ranks
 
 VERSION = f"gpt2_fp8 {__version__}"
 _FOLDER = Path(__file__).resolve().parents[1]
@@ -76,10 +77,16 @@ def end(code: int) -> int:
     except BrokenPipeError:
         return without_reader()
     except OSError as error:  # a full disk
-        last_say.say(f"error: standard output cannot be written: {error.strerror}")
+        say(f"error: standard output cannot be written: {error.strerror}")
         _drop_output()
         return code or 1
     return code
+
+
+def say(text: str) -> None:
+    """Print to standard error, without what a terminal would obey. Raises nothing if the terminal is gone."""
+    with suppress(OSError):
+        print(harmless(text), file=sys.stderr, flush=True)
 
 
 def main(name: str, program: Callable[[list[str]], int], once_a_node: bool = False) -> int:
@@ -96,7 +103,7 @@ def main(name: str, program: Callable[[list[str]], int], once_a_node: bool = Fal
             raise UserError.of(cause, f"python -m gpt2_fp8.{name} without {place.launcher}")
     except UserError as error:
         if ranks.is_first_rank():
-            last_say.say(str(error))
+            say(str(error))
         return error.exit_code
     return end(program(sys.argv[1:]))
 

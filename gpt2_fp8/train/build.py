@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,16 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
-from gpt2_fp8.callbacks.kernels_in_use import KernelsInUse
 from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
-from gpt2_fp8.callbacks.run_labels import RunLabels
 from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.samples import Samples
-from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.callbacks.time_limit import TimeLimit
+from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
@@ -35,13 +32,12 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import registry
-from gpt2_fp8.train import hyper_parameters, setup, strategy, summary
+from gpt2_fp8.train import process, setup, summary
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
-from gpt2_fp8.train.fp8_csv import FP8File
-from gpt2_fp8.train.loggers import build_loggers, build_services
+from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.services import Identity
+from gpt2_fp8.train.run_end import RunEnd
 
 log = logging.getLogger(__name__)
 
@@ -56,54 +52,52 @@ class Parts:
     data: TokenDataModule
     throughput: Throughput
     memory: PeakMemory
-    kernels: KernelsInUse
+    same_run: SameRun
 
 
 def build(
     config: RunConfig,
     plan: Plan,
-    folder: Path,
     checkpoint: Path | None,
-    time_limit: TimeLimit,
-    divergence: DivergenceGuard,
-    log_line: LogLine,
-    ends: list[Callback],
-    words: Sequence[str] = (),
-    in_sweep: bool = False,
+    end: RunEnd,
+    first: tuple[TimeLimit, LogLine],
+    last: tuple[DivergenceGuard, Checkpointing, GracefulStop],
 ) -> Parts:
-    """Build the parts of a run in `folder`.
+    """Build the parts of a run in the folder of `end`.
 
     Args:
         checkpoint: what the run continues from, or None.
-        time_limit: the first callback: it decides whether a step is the last.
-        log_line: writes the log's lines; it outlives a rollback.
-        ends: the callbacks that save and stop. Lightning moves them behind all others, in their order.
-        words: the run's overrides; `in_sweep`: they are those of a job.
+        first: callbacks that outlive a rollback: what decides whether a step is the last, and what writes log lines.
+        last: what judges a step, saves and stops. Lightning moves the last two behind all others, in their order.
 
     Raises UserError for weights or a tokenizer that are not there.
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
+    resume_step, trial = setup.step_of(checkpoint), config.trainer.fast_dev_run
     data = TokenDataModule.from_config(config)
     module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
-    throughput = Throughput(config, module.vocab_size)
-    memory = PeakMemory()
-    of_size = partial(plan.backend.kernels, module.vocab_size)
-    kernels = KernelsInUse(of_size, config.micro_batch, plan.backend.slower())
-    throughput.readers.append(log_line.write)
-    health = _fp8_health(config, plan, folder, checkpoint, words)
-    callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
-    if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
+    throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
+    throughput.readers.append(first[1].write)
+    same_run = SameRun(
+        asdict(config),
+        summary.versions() | _versions(plan),
+        partial(plan.backend.kernels, module.vocab_size),
+        config.micro_batch,
+        plan.backend.slower(),
+    )
+    callbacks: list[Callback] = [*first, throughput]
+    if config.callbacks.fp8_health and plan.recipe is not None:
+        write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None
+        typed = "callbacks.fp8_health_every_n_steps" in own_words.keys(end.words)
+        callbacks.append(FP8HealthLog(config, write, typed))
+    callbacks.append(memory)
+    if config.logger.histograms_every_n_steps and not trial:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
-    callbacks += [SameRun(asdict(config), summary.versions(), kernels.found | _versions(plan)), kernels]
-    callbacks += _chosen(config, throughput, log_line)
-    labels = hyper_parameters.hyper_parameters(config, words)
-    callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
-    callbacks.append(divergence)
-    if not config.trainer.fast_dev_run:
-        callbacks += ends
-    identity = Identity.of(config, folder, in_sweep)
-    trainer = build_trainer(config, plan, folder, callbacks, checkpoint, identity)
-    return Parts(plan, trainer, module, data, throughput, memory, kernels)
+    callbacks += [same_run, *_chosen(config, throughput, first[1]), RunLabels(config, end.words)]
+    callbacks += last[:1] if trial else last
+    loggers = [] if trial else build_loggers(config, end.folder, resume_step, end.in_sweep)
+    trainer = build_trainer(config, plan, end.folder, callbacks, loggers)
+    return Parts(plan, trainer, module, data, throughput, memory, same_run)
 
 
 def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> list[Callback]:
@@ -121,17 +115,6 @@ def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> lis
     return callbacks + extra
 
 
-def _fp8_health(
-    config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, words: Sequence[str]
-) -> list[Callback]:
-    """Return what logs the health of a run's FP8 tensors; nothing for a run without FP8."""
-    if not config.callbacks.fp8_health or plan.recipe is None:
-        return []
-    written = config.logger.csv and not config.trainer.fast_dev_run
-    write = FP8File(folder, setup.step_of(checkpoint)).write if written else None
-    return [FP8HealthLog(config, write, "callbacks.fp8_health_every_n_steps" in own_words.keys(words))]
-
-
 def _versions(plan: Plan) -> dict[str, str]:
     """Of what computes."""
     if plan.device == "cpu":
@@ -139,28 +122,16 @@ def _versions(plan: Plan) -> dict[str, str]:
     return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | libraries.versions()
 
 
-def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None, identity: Identity) -> list[Logger]:
-    """Build the run's own logs, those of services, and the loggers of plugins."""
-    own = build_loggers(config.logger, folder, setup.step_of(checkpoint))
-    own += build_services(config, folder, identity, resumed=checkpoint is not None)
-    return own + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
-
-
 def build_trainer(
-    config: RunConfig,
-    plan: Plan,
-    folder: Path,
-    callbacks: list[Callback],
-    checkpoint: Path | None,
-    identity: Identity,
+    config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], loggers: list[Logger]
 ) -> pl.Trainer:
     """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
     options = config.trainer
     return pl.Trainer(
         accelerator=plan.device,
-        devices=strategy.devices(config, plan.device),
+        devices=process.devices(config, plan.device),
         num_nodes=options.num_nodes,
-        strategy=strategy.strategy(config, plan.device),
+        strategy=process.strategy(config, plan.device),
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -171,9 +142,9 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[RunPrecision(plan), FolderCheckpointIO(), strategy.environment(config, plan.device)],
+        plugins=[RunPrecision(plan), FolderCheckpointIO(), process.environment(config, plan.device)],
         callbacks=callbacks,
-        logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
+        logger=loggers,
         enable_checkpointing=not options.fast_dev_run,
         enable_progress_bar=any(isinstance(callback, LightningBar) for callback in callbacks),
         enable_model_summary=False,

@@ -7,14 +7,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from gpt2_fp8.backends.resolve import Plan, as_before, resolve
-from gpt2_fp8.callbacks.peak_memory import PeakMemory
+from gpt2_fp8.callbacks.throughput import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import programs
 from gpt2_fp8.config.checks import vocabulary
@@ -23,7 +23,7 @@ from gpt2_fp8.config.programs import EvaluateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
-from gpt2_fp8.runtime import devices, host_memory, registry, spool
+from gpt2_fp8.runtime import devices, host_memory, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.process import quiet
@@ -51,7 +51,6 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*no logger configured")  # the module logs for a run
-    spool.clear()
     registry.load(config.plugins, Path.cwd())
     device = devices.device(config)
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
@@ -65,11 +64,24 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise
-    assert data.text is not None
-    found = {"checkpoint": str(trained.path), "data": config.data.name, **_precision(plan, module)}
-    found |= _losses(data, metrics)
-    found |= {"seconds": clock.seconds, "tokens_per_second": found["tokens"] / clock.seconds}
-    found |= _memory(memory, device)
+    found = {
+        "checkpoint": str(trained.path),
+        "data": config.data.name,
+        "precision": plan.ran,
+        "evaluation": "bf16" if plan.backend.evaluates_in_bf16 else plan.ran,
+        "recipe": plan.recipe,
+        "asked": plan.asked,
+        "reason": plan.reason,
+        "kernels": plan.backend.evaluation_kernels(module.vocab_size),
+        **_losses(data, metrics),
+    }
+    on_gpu = device == "cuda"
+    found |= {
+        "seconds": clock.seconds,
+        "tokens_per_second": found["tokens"] / clock.seconds,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "peak_memory_gb": memory.validation_gb if on_gpu else host_memory.peak_gb(),  # of a CPU's whole process
+    }
     if own.ranking is not None:
         items = programs.read_ranking(own.ranking, [])
         found["ranking"] = rank(module, data.tokenizer, items, config.model.n_positions, config.micro_batch)
@@ -91,18 +103,6 @@ def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.
         inference_mode=False,  # as in a run
         use_distributed_sampler=False,
     )
-
-
-def _precision(plan: Plan, module: GPT2Module) -> dict[str, Any]:
-    kernels = plan.backend.evaluation_kernels(module.vocab_size)
-    return {
-        "precision": plan.ran,
-        "evaluation": "bf16" if plan.backend.evaluates_in_bf16 else plan.ran,
-        "recipe": plan.recipe,
-        "asked": plan.asked,
-        "reason": plan.reason,
-        "kernels": kernels,
-    }
 
 
 def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
@@ -128,10 +128,3 @@ def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
         "sequences": sum(len(ids) for ids in targets),
         **({"sources": named} if named else {}),
     }
-
-
-def _memory(memory: PeakMemory, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
-    """Return the peak of the validation: allocated on the GPU, or on a CPU of the whole process, GiB."""
-    if device == "cuda":
-        return {"device": torch.cuda.get_device_name(), "peak_memory_gb": memory.validation_gb}
-    return {"device": "cpu", "peak_memory_gb": host_memory.peak_gb()}

@@ -1,39 +1,240 @@
-"""A run from its configuration to its summary."""
+"""A run: what its settings mean on this machine, its parts, and `Trainer.fit`, again after each rollback."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
-from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config import disk, own_words, run_length
+from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.own_words import Typed
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import devices, ranks, rendezvous, spool
+from gpt2_fp8.engine.pace import Pace
+from gpt2_fp8.kernels import libraries
+from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
-from gpt2_fp8.train.context import RunContext, last_val_loss, validation_missing
 from gpt2_fp8.train.length import resolve_length
-from gpt2_fp8.train.process import quiet
+from gpt2_fp8.train.process import clean_up, quiet
+from gpt2_fp8.train.run_end import RunEnd
+from gpt2_fp8.train.summary import DivergenceReport
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, end: RunEnd) -> float | None:
+    """Train as `config` says, in the folder of `end`; returns the last validation loss.
+
+    The caller sees to the run's end (`train/loading.py`). Raises the errors of `config.errors` for ends of a known
+    kind.
+    """
+    end.first_step = 0
+    if (place := ranks.current()).launcher:
+        rendezvous.join(place)
+    quiet()
+    spool.clear()
+    training, error = Training(config, end), None
+    try:
+        with GracefulStop(training.checkpointing.save_now) as stop:
+            training.prepare()
+            training.fit_to_the_end(stop)
+        return training.last_val_loss()
+    except BaseException as caught:
+        met = rendezvous.joined()
+        error = caught if met is None else met.explain(caught)
+        if error is not caught:
+            raise error from None
+        raise
+    finally:
+        training.close(error)
+        rendezvous.ending()
+        clean_up()
+
+
+class Training:
+    """A run in its process.
+
+    Attributes:
+        config: without any `auto` once the run is prepared; `plan` and `checkpoint`: what it computes with and
+            continues from.
+        checkpointing, divergence, time_limit: the callbacks that outlive a rollback.
+        parts: those of the present `fit`; None if there are none.
+    """
+
+    plan: Plan
+    checkpoint: Path | None
+
+    def __init__(self, config: RunConfig, end: RunEnd) -> None:
+        self.config, self.end = config, end
+        folder = end.folder / "checkpoints"
+        self.checkpointing = Checkpointing.from_config(folder, config.callbacks)
+        penalties = [f"penalty.{name}={weight:g}" for name, weight in asdict(config.penalty).items() if weight]
+        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
+        limit = config.trainer.max_time
+        self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
+        self.parts: Parts | None = None
+        self._world_size, self._limit = 1, ""  # the key of the limit that gives the last step
+        if (met := rendezvous.joined()) is not None:
+            collectives.record_flights(folder)
+            met.watch(self._end_hanging)
+
+    def prepare(self) -> None:
+        """Find what the settings mean on this machine, and refuse what can be refused before the build."""
+        typed = own_words.keys(self.end.words)
+        device = devices.device(self.config)
+        self._world_size = world_size = devices.devices(self.config, device) * self.config.trainer.num_nodes
+        before = self.config
+        config = run_length.fit_micro_batch(before, world_size, typed)  # `trainer.devices=auto` is known only now
+        for line in run_length.describe_micro_batch(before, config):
+            log.info(line)
+        check_batch(config, world_size)
+        config, self._limit, epoch_ends = resolve_length(config, typed)
+        self.checkpointing.intervals.kept.add(epoch_ends)
+        self.checkpoint = setup.find_checkpoint(config, self.end.folder)
+        self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
+        if ranks.is_first_rank():
+            setup.check_room(config, self.checkpointing.folder, len(epoch_ends))
+        self.plan = resolve(config, device)
+        if self.checkpoint is not None:
+            self.plan = self._stay_in_bf16(self.plan, self.checkpoint)
+        self.end.summary.take_settings(config)
+
+    def _stay_in_bf16(self, plan: Plan, checkpoint: Path) -> Plan:
+        """Return the plan of a resumed run: one that has fallen back to bf16 stays there."""
+        before = as_before(plan, self.config, read_plain(checkpoint, "precision"))
+        if before.ran != plan.ran:
+            log.info("the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that",
+                     plan.asked)  # fmt: skip
+        return before
+
+    def fit_to_the_end(self, stop: GracefulStop) -> None:
+        """Build and fit, again after each rollback, and validate the end."""
+        config, checkpointing = self.config, self.checkpointing
+        self.end.first_step = setup.step_of(self.checkpoint) or 0
+        log_line = LogLine(config, Pace(run_length.steps_to_run(config), self.time_limit.left), self._best)
+        first, last = (self.time_limit, log_line), (self.divergence, checkpointing, stop)
+        while True:
+            self.parts = build(config, self.plan, self.checkpoint, self.end, first, last)
+            vocab_size, folder = self.parts.module.vocab_size, self.end.folder
+            setup.announce(config, self.plan, vocab_size, self._world_size, folder, self.checkpoint)
+            back = _fit(self.parts, self.checkpoint)
+            if back is None:
+                break
+            self._go_back(back, self.parts)
+        trainer, module = self.parts.trainer, self.parts.module
+        finite = all(is_finite(weight) for weight in module.parameters())
+        finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
+        self.divergence.policy.end(trainer.global_step, finite)
+        validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if validates and checkpointing.validations.step != trainer.global_step:
+            # The process before this one ended between the last step and its validation.
+            trainer.validate(module, datamodule=self.parts.data, verbose=False)
+        self.divergence.policy.validated(trainer.global_step, self.last_val_loss())
+        reached = "trainer.max_time" if self.time_limit.reached else None
+        self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
+
+    def _go_back(self, back: RollBack, parts: Parts) -> None:
+        """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts. Collective.
+
+        Rank 0 reads the checkpoints.
+        """
+        parts.data.teardown()
+        folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
+        path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
+        self.checkpoint = parts.trainer.strategy.broadcast(path)
+        self.divergence.start_again(setup.step_of(self.checkpoint) or 0)
+        detach_logging(parts.trainer)
+        if back.step <= parts.module.step.attempts.steps_in_fp8:  # otherwise it was in bf16: FP8 is not at fault
+            self.plan = fallen_back(self.plan, self.config, f"fallback at step {back.step}: {back.reason}")
+        self.fill_summary()
+        self.parts = None  # its memory is needed
+        del parts
+        clean_up()
+
+    def _best(self) -> tuple[float, int] | None:
+        best = self.checkpointing.best
+        return None if best is None or best.val_loss is None else (best.val_loss, best.step)
+
+    def last_val_loss(self) -> float | None:
+        """Return the newest validation loss, or None if there was no validation."""
+        loss = None if self.parts is None else self.parts.module.val_loss
+        if loss is None and (last := pointers.read(self.checkpointing.folder, "last")):
+            return last.val_loss
+        return loss
+
+    def close(self, error: BaseException | None) -> None:
+        """Fill the summary, and end the data's workers: Lightning does not if `fit` raises."""
+        if self.parts is not None:
+            self.parts.data.say_documents()
+            self.parts.data.teardown()
+            with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed does not answer
+                self.fill_summary()
+
+    def _end_hanging(self, lost: RunError) -> None:
+        """Tell the end of a run whose main thread hangs in a collective."""
+        self.fill_summary()
+        self.end.close(lost)
+
+    def fill_summary(self) -> None:
+        """Write the results so far into the summary, at any moment, also after a failure."""
+        if (parts := self.parts) is None:  # a thread reads it too
+            return
+        summary, trainer, throughput, best = self.end.summary, parts.trainer, parts.throughput, self.checkpointing.best
+        summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
+        summary.recipe = parts.plan.recipe
+        summary.steps = trainer.global_step
+        if (step := getattr(parts.module, "step", None)) is not None:
+            summary.precision.last_in_bf16 = step.attempts.last_in_bf16
+        summary.tokens = trainer.global_step * throughput.tokens_per_step
+        summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
+        summary.tokens_per_second = throughput.median_rate
+        summary.checkpoint_stall_seconds = self.checkpointing.stall.longest
+        summary.divergence = DivergenceReport(**self.divergence.policy.report())
+        summary.skipped_steps = self.divergence.policy.skipped
+        if best is not None:
+            summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step
+            summary.checkpoint.best = str(self.checkpointing.folder / best.checkpoint)
+        if last := pointers.read(self.checkpointing.folder, "last"):
+            summary.checkpoint.last = str(self.checkpointing.folder / last.checkpoint)
+        summary.data = parts.data.report()
+        summary.kernels = parts.same_run.kernels
+        if parts.plan.device == "cpu":
+            summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
+        else:
+            summary.versions |= libraries.versions()
+            summary.device = torch.cuda.get_device_name()
+            summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
+            summary.training_memory_gb = parts.memory.training_gb
+            summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb
+
+
+def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
+    """Train to the end, or return the rollback that is needed."""
+    try:
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
+    except RollBack as back:
+        return back.with_traceback(None)  # the traceback holds the model
+    finally:
+        if isinstance(bar := parts.trainer.progress_bar_callback, ProgressBar):
+            bar.stop()  # also if another callback fails before its turn
+    return None
 
 
 def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
@@ -83,160 +284,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
-
-
-log = logging.getLogger(__name__)
-
-
-def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed | None = None) -> float | None:
-    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
-
-    `words`: the run's overrides. A micro-batch that is among them must not change. `typed`: its command line, of
-    which the log makes others; None: it has none of its own, as a job of a sweep. Writes `summary.json` at every end,
-    good or bad, of what it has begun. Raises the errors of `config.errors` for ends of a known kind.
-    """
-    if (place := ranks.current()).launcher:
-        rendezvous.join(place)
-    quiet()
-    locked = rank() == 0 and not config.trainer.fast_dev_run
-    spool.clear()
-    with RunLock(folder) if locked else nullcontext():
-        if locked and config.ckpt_path is None and (words or typed is not None):
-            _refuse_taken(folder)
-        return _run(config, folder, words, typed)
-
-
-def _refuse_taken(folder: Path) -> None:
-    """Raise UserError if a folder that was free when the command line was checked holds another run by now."""
-    if found := disk.check_untaken(folder):
-        raise UserError(finding.problem for finding in found)
-
-
-def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | None) -> float | None:
-    context, error = RunContext(config, folder, words, line), None
-    typed = own_words.keys(words)
-    try:
-        with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
-            parts = _train(_prepare(config, folder, context, typed), folder, context, stop, words, line is None)
-        return last_val_loss(parts, context.checkpointing)
-    except BaseException as caught:
-        met = rendezvous.joined()
-        error = caught if met is None else met.explain(caught)
-        if error is not caught:
-            raise error from None
-        raise
-    finally:
-        context.close(error)
-
-
-class _Start(NamedTuple):
-    """What a run begins with: its settings without any `auto`, what they mean here, and its checkpoint."""
-
-    config: RunConfig
-    plan: Plan
-    checkpoint: Path | None
-    world_size: int
-    limit: str  # the key of the limit that gives the last step
-
-
-def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Container[str]) -> _Start:
-    """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
-    device = devices.device(config)
-    world_size = devices.devices(config, device) * config.trainer.num_nodes
-    before = config
-    config = run_length.fit_micro_batch(config, world_size, typed)  # `trainer.devices=auto` is known only now
-    for line in run_length.describe_micro_batch(before, config):
-        log.info(line)
-    check_batch(config, world_size)
-    config, limit, epoch_ends = resolve_length(config, rank(), typed)
-    context.checkpointing.intervals.kept.add(epoch_ends)
-    checkpoint = setup.checkpoint(config, folder)
-    config = setup.resolve_micro_batch(config, world_size, device, typed)
-    if rank() == 0:
-        setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
-    plan = _plan(config, device, checkpoint)
-    context.chosen(config)
-    return _Start(config, plan, checkpoint, world_size, limit)
-
-
-def _train(
-    start: _Start, folder: Path, context: RunContext, stop: GracefulStop, words: Sequence[str], in_sweep: bool
-) -> Parts:
-    """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
-    in_sweep = in_sweep and bool(words)
-    config, plan, checkpoint, world_size, limit = start
-    ends: list[Callback] = [context.checkpointing, stop]
-    log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
-    while True:
-        limit_of_time, policy = context.time_limit, context.divergence
-        parts = context.built(
-            build(config, plan, folder, checkpoint, limit_of_time, policy, log_line, ends, words, in_sweep)
-        )
-        setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
-        back = _fit(parts, checkpoint)
-        if back is None:
-            break
-        plan, checkpoint = _go_back(back, config, parts, checkpoint, context)
-        del parts  # its memory is needed
-        context.rolled_back()
-    _check_end(parts, context)
-    if validation_missing(parts, context.checkpointing):
-        parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
-    context.divergence.policy.validated(parts.trainer.global_step, last_val_loss(parts, context.checkpointing))
-    context.ended(limit if parts.trainer.global_step >= last_step(config) else None)
-    return parts
-
-
-def _check_end(parts: Parts, context: RunContext) -> None:
-    """Raise Diverged if `fit` has finished with weights that are not finite. Collective."""
-    finite = all(is_finite(weight) for weight in parts.module.parameters())
-    finite = parts.trainer.strategy.reduce_boolean_decision(finite, all=True)
-    context.divergence.policy.end(parts.trainer.global_step, finite)
-
-
-def _stop_here(trainer: Any, checkpointing: Checkpointing) -> None:
-    """Save the run for a signal, which may have come in the middle of a validation."""
-    checkpointing.save_now(trainer)
-
-
-def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
-    """Train to the end, or return the rollback that is needed."""
-    try:
-        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
-    except RollBack as back:
-        return back.with_traceback(None)  # the traceback holds the model
-    finally:
-        if isinstance(bar := parts.trainer.progress_bar_callback, ProgressBar):
-            bar.stop()  # also if another callback fails before its turn
-    return None
-
-
-def _go_back(
-    back: RollBack, config: RunConfig, parts: Parts, checkpoint: Path | None, context: RunContext
-) -> tuple[Plan, Path | None]:
-    """Return the plan and the checkpoint to continue with after a rollback, the same on all ranks. Collective.
-
-    Rank 0 reads the checkpoints. `checkpoint`: what the run has continued from so far.
-    """
-    parts.data.teardown()
-    saved = context.checkpointing.writer.written
-    path = checkpoint_before(back, context.checkpointing.folder, saved, checkpoint) if rank() == 0 else None
-    path = parts.trainer.strategy.broadcast(path)
-    context.divergence.start_again(setup.step_of(path) or 0)
-    detach_logging(parts.trainer)
-    if back.step > parts.module.step.attempts.steps_in_fp8:  # it was in bf16: FP8 is not at fault
-        return parts.plan, path
-    return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
-
-
-def _plan(config: RunConfig, device: Literal["cuda", "cpu"], checkpoint: Path | None) -> Plan:
-    """Return what will run. A run that has fallen back to bf16 stays there."""
-    plan = resolve(config, device)
-    if checkpoint is None:
-        return plan
-    before = as_before(plan, config, read_plain(checkpoint, "precision"))
-    if before.ran != plan.ran:
-        log.info(
-            "the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that", plan.asked
-        )
-    return before

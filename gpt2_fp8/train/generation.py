@@ -19,6 +19,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.decoder import Decoder
+from gpt2_fp8.model.generate import decode_after
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.sampling import Sampling
 from gpt2_fp8.model.texts import End, Text, go_on
@@ -103,8 +104,7 @@ class Generation:
             say(stream.end())
         for text, (place, sample) in zip(texts, batch, strict=True):
             assert text.ended is not None
-            typed = self._typed[place]
-            drawn = tokenizer.decode([*typed, *text.ids])[len(tokenizer.decode(typed)) :]
+            drawn = decode_after(tokenizer.decode, self._typed[place], text.ids)
             yield Written(self.prompts[place], sample, drawn, len(text.ids), text.ended)
 
     def _tokens(self, prompt: int) -> int:
@@ -119,20 +119,14 @@ class Generation:
 
     def _misfits(self, n_positions: int) -> Iterator[Problem]:
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
-            named = f"prompt {number}" if len(self.prompts) > 1 else "the prompt"
-            named += f" ({show(prompt)})"
-            room = _room(len(ids), n_positions)
+            named = f"prompt {number} ({show(prompt)})" if len(self.prompts) > 1 else f"the prompt ({show(prompt)})"
+            room, tokens = _room(len(ids), n_positions), self.config.tokens or 1
             if not ids:
                 yield Problem(f"{named} has no token of the tokenizer", "give it a word that the tokenizer knows")
-            elif self.config.slide:
-                continue
-            elif room < 1:
-                cause = f"{named} has {len(ids):,} tokens, and the model has {n_positions:,} positions"
-                yield Problem(cause, "shorten it; or slide=true, which goes on with the newest half of the context")
-            elif (tokens := self.config.tokens) is not None and tokens > room:
+            elif not self.config.slide and tokens > room:
                 cause = f"tokens={tokens}: {named} has {len(ids):,} of the model's {n_positions:,} positions"
-                remedy = f"tokens={room} or less; or slide=true, which goes on with the newest half of the context"
-                yield Problem(cause, remedy)
+                fits = f"tokens={room} or less; or " if room > 0 else ""
+                yield Problem(cause, f"{fits}slide=true, which goes on with the newest half of the context")
 
 
 def _room(prompt: int, n_positions: int) -> int:

@@ -1,77 +1,104 @@
-"""The import of torch and the training program. If something ends it, the run's summary says so."""
+"""A run from the import of torch to its end: nothing that ends it leaves it without a summary."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
-from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.config.own_words import Typed, going_on
+from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.config import disk
+from gpt2_fp8.config.errors import Stopped, UserError
+from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import registry, signals, slurm
-from gpt2_fp8.train import summary
-
-Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
+from gpt2_fp8.runtime import ranks, registry, signals, slurm
+from gpt2_fp8.train.run_end import RunEnd
 
 
-def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), in_sweep: bool = False) -> Train:
-    """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
+def train(
+    config: RunConfig, folder: Path, here: Path | None = None, words: Sequence[str] = (), typed: Typed | None = None
+) -> float | None:
+    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
 
-    `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
-    here. `in_sweep`: it is a sweep's job. On return signals are held: `GracefulStop` releases them. Raises UserError if
-    a plugin cannot be imported, and Stopped for a signal.
+    Every end of the run, from the import of torch on, leaves a `summary.json`. Raises the errors of `config.errors` for
+    ends of a known kind.
+
+    Args:
+        here: where the command was typed, and plugins are searched for.
+        words: the run's overrides.
+        typed: its command line, of which the log makes others; None: it has none of its own, as a job of a sweep.
     """
-    with signals.handled() as handlers:
+    here = here or Path.cwd()
+    with signals.handled() as handlers, ExitStack() as held:
+        if ranks.is_first_rank() and not config.trainer.fast_dev_run:
+            held.enter_context(RunLock(folder))
+            if config.ckpt_path is None and (words or typed) and (found := disk.check_untaken(folder)):
+                raise UserError(finding.problem for finding in found)  # since the command line was checked
+        end = RunEnd(config, folder, here, words, typed)
         try:
-            run = _imported()
+            fit = import_training()
             registry.load(config.plugins, here)
-            handlers.hold()  # a signal waits for the run's own context, whose end writes the summary
-            return run
+            handlers.hold()  # a signal waits for `GracefulStop`
+            loss = fit(config, end)
         except BaseException as caught:
             handlers.hold()  # only the end follows
-            if handlers.received is not None:  # the import may have turned the signal's error into another one
-                stopped = slurm.ended(handlers.received)
-                stopped.tell(going_on(folder, here, bool(pointers.steps(folder / "checkpoints")), in_sweep))
-                summary.write_unbegun(config, folder, stopped, words)
-                raise stopped from None
-            summary.write_unbegun(config, folder, caught, words)
+            error, signum = caught, handlers.received
+            ends = handlers.thrown or end.first_step is None  # the signal's error may have become another one
+            if signum is not None and ends and not isinstance(caught, Stopped):
+                error = slurm.ended(signum)
+            end.close(error)
+            if error is not caught:
+                raise error from None
             raise
+        end.close(None)
+        return loss
 
 
-def rendezvous() -> ModuleType:
+def import_training() -> Callable[[RunConfig, RunEnd], float | None]:
+    """Import torch and the training program, and return `fit.run`."""
+    # When a process is gone, torch warns of each connection to it by a page of its own stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    first = "gpt2_fp8.train.fit" not in sys.modules
+    gc.disable()  # modules live as long as the process: without collections their import is a quarter faster
+    try:
+        from gpt2_fp8.train.fit import run
+
+        if first:
+            gc.freeze()
+    finally:
+        gc.enable()
+    return run
+
+
+def import_rendezvous() -> ModuleType:
     """Import torch and return `runtime.rendezvous`, for the processes that a launcher has started to meet."""
     with signals.handled():
-        _imported()
+        import_training()
         from gpt2_fp8.runtime import rendezvous
 
         return rendezvous
 
 
-def _imported() -> Train:
-    # When a process is gone, torch warns of each connection to it by a page of its own stack.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _collected_never():
-        from gpt2_fp8.train.fit import run
-    return run
+def processes_to_start(config: RunConfig) -> int:
+    """Return how many processes a job takes that no launcher has started; 1: this one runs it.
 
-
-@contextmanager
-def _collected_never() -> Iterator[None]:
-    """Leave what is imported for the first time out of garbage collections: modules live as long as the process.
-
-    The import is then a quarter faster, and so is every later collection. It costs 7 MiB of garbage that stays.
+    Raises UserError if there are fewer GPUs.
     """
-    if not gc.isenabled() or "gpt2_fp8.train.fit" in sys.modules:  # a later job of a sweep: garbage of the one before
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
+    options = config.trainer
+    if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
+        return 1
+    from gpt2_fp8.runtime import devices  # imports torch
+
+    return devices.devices(config, devices.device(config))
+
+
+def launch(count: int, words: Sequence[str]) -> int:
+    """Run a command line as `count` processes; returns the exit code."""
+    with signals.handled():
+        from gpt2_fp8.runtime.launch import launch
+
+    return launch(count, words)

@@ -1,34 +1,36 @@
-"""A run's loggers: `metrics.csv` and TensorBoard in its folder, each step once also after a resume, and services."""
+"""A run's loggers: TensorBoard, `metrics.csv`, `fp8.csv`, each with every step once also after a resume; services."""
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
-import itertools
-import logging
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
-from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
-from gpt2_fp8.config.schema import LoggerConfig, RunConfig
-from gpt2_fp8.train.event_files import EventFile, Lossy
-from gpt2_fp8.train.metrics_csv import is_column, renew
-from gpt2_fp8.train.remote import Remote
-from gpt2_fp8.train.services import Identity, MLflow, Wandb
-
-log = logging.getLogger(__name__)
+from gpt2_fp8.config.keys import show, value_of
+from gpt2_fp8.config.schema import LoggerConfig, PlainPrecisionConfig, RunConfig
+from gpt2_fp8.engine.fp8_health import Health
+from gpt2_fp8.runtime import registry
+from gpt2_fp8.train import tensorboard
+from gpt2_fp8.train.metrics_csv import CSVLog
+from gpt2_fp8.train.services import MLflow, Remote, Wandb
+from gpt2_fp8.train.tensorboard import EventFile, Lossy
 
 MOST_ROWS = 10_000  # kept in memory while the file cannot be written
+FP8_COLUMNS = ["step", "layer", "tensor", "format", "amax", "scale", "headroom", "saturated", "flushed", "age", "jump"]
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_LABELS = ("optim.lr", "seed")  # of every run
+_NO_LABELS = ("run_name", "ckpt_path", "notes", "hydra", "tags", "logger", "callbacks")
 
 
-def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
+def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
     """Build the loggers of the run's own folder that `config` asks for.
 
     `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
@@ -43,46 +45,51 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
     return loggers
 
 
-def build_services(config: RunConfig, folder: Path, identity: Identity, resumed: bool) -> list[Logger]:
-    """Build the loggers of services that `config` asks for. Nothing is sent before the first row.
+def build_loggers(config: RunConfig, folder: Path, resume_step: int | None, in_sweep: bool) -> list[Logger]:
+    """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'.
 
-    `resumed`: the run continues from a checkpoint of its own folder, and so does its run at each service.
+    A run that continues from a checkpoint continues its run at each service. `in_sweep`: it is a sweep's job.
     """
-    services: list[Logger] = []
-    if config.logger.wandb is not None:
-        services.append(Remote(Wandb(config.logger.wandb, config, folder, identity, resumed)))
-    if config.logger.mlflow is not None:
-        services.append(Remote(MLflow(config.logger.mlflow, config, folder, identity, resumed)))
-    return services
+    loggers = build_files(config.logger, folder, resume_step)
+    services = {Wandb: config.logger.wandb, MLflow: config.logger.mlflow}
+    for service, options in services.items():
+        if options is not None:
+            loggers.append(service(config, folder, in_sweep, resumed=resume_step is not None))
+    return loggers + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 
 
-class MetricsFile(Lossy, CSVLoggerOf):
-    """A CSVLogger that writes `folder/metrics.csv`, and continues an existing file, which Lightning's would delete.
+class MetricsFile(Lossy, Logger):
+    """Writes `folder/metrics.csv`: a run's own metrics, without those of plugins."""
 
-    Hyper-parameters are not written: the run's folder holds its configuration.
-    """
+    name, version = "metrics.csv", ""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        super().__init__(folder, name=None, version="", flush_logs_every_n_steps=1)
-        self._resume_step = resume_step
+        super().__init__()
+        self._file = CSVLog(folder / "metrics.csv", ["step"], resume_step)
+        self._rows: list[dict[str, float]] = []
 
     @property
-    def log_dir(self) -> str:
-        """Return the run's folder itself."""
-        return self.save_dir
+    def save_dir(self) -> str:
+        """Return the run's folder."""
+        return str(self._file.path.parent)
 
-    def make_writer(self) -> KeepingWriter:
-        """Return the writer. It touches the file when it is made."""
-        return _Writer(self.log_dir, self._resume_step)
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row. Rows that the disk does not take are written with later ones."""
+        own = {name: value for name, value in metrics.items() if tensorboard.is_known(name)}
+        if own:
+            row = {name: value.item() if isinstance(value, Tensor) else value for name, value in own.items()}
+            self._rows.append({**row, "step": step or 0})
+            self.save()
 
-    def log_hyperparams(self, params: Any = None) -> None:
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the run's folder holds its configuration."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is left; every row calls it. Rows that the disk does not take are written with later ones."""
+        """Write what is left, the newest `MOST_ROWS` rows of it."""
         with self.losing_rows("metrics.csv"):
-            super().save()
+            self._write()
 
     @rank_zero_only
     def flush(self) -> None:
@@ -91,59 +98,67 @@ class MetricsFile(Lossy, CSVLoggerOf):
         Raises OSError for a full disk. Any other fault of the log only costs a warning.
         """
         with self.losing_rows("metrics.csv", unless=_FULL):
-            super().save()
+            self._write()
+
+    def _write(self) -> None:
+        del self._rows[:-MOST_ROWS]
+        if self._rows:
+            self._file.append(self._rows)
+            self._rows = []
 
 
-class _Writer(KeepingWriter):
-    def __init__(self, log_dir: str, resume_step: int | None) -> None:
-        super().__init__(log_dir)
-        self.metrics_keys = ["step"]
-        self._resume_step = resume_step
-        self._left_out: set[str] = set()  # columns of plugins, each logged once
-        self._there: set[str] = set()  # the columns that have a value at `resume_step`
-        self._path = Path(self.metrics_file_path)
-        self._begun = False
-        with suppress(OSError):  # `save` tries again, and logs the error
-            self._begin()
+class FP8File(Lossy):
+    """Writes `folder/fp8.csv`: the health of each FP8 tensor at a step, a row each."""
 
-    def _begin(self) -> None:
-        """Keep the rows up to the step that the run continues from, or start a new file. Raises OSError."""
-        kept = None if self._resume_step is None else renew(self._path, last=self._resume_step)
-        if kept and kept.rows:
-            self.metrics_keys, self._there = kept.columns, kept.at_last
-        else:
-            self._path.unlink(missing_ok=True)
-        self._begun = True
+    def __init__(self, folder: Path, resume_step: int | None):
+        self._file = CSVLog(folder / "fp8.csv", FP8_COLUMNS, resume_step)
 
-    def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
-        """Record a row, without the columns of plugins and without values that the file has for the resumed step.
+    def write(self, step: int, healths: Iterable[Health]) -> None:
+        """Append the rows of one step. If the disk does not take them, they are lost."""
+        with self.losing_rows("fp8.csv"):
+            self._file.append([_fp8_row(step, health) for health in healths])
 
-        A continued log knows its columns. A kill may come between a validation's row and its note; the validation is
-        then done again, and its row is there already.
-        """
-        if step == self._resume_step:
-            metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
-        if others := set(itertools.filterfalse(is_column, metrics_dict)) - self._left_out:
-            log.warning("metrics.csv has no column %s; other loggers have it", ", ".join(sorted(others)))
-            self._left_out |= others
-        metrics_dict = {key: value for key, value in metrics_dict.items() if is_column(key)}
-        if metrics_dict:
-            super().log_metrics(metrics_dict, step)
 
-    def save(self) -> None:
-        """Append the recorded rows, the newest `MOST_ROWS` of them. Raises OSError.
+def _fp8_row(step: int, health: Health) -> dict[str, object]:
+    tensor = health.tensor
+    figures = health.amax, health.scale, health.headroom, health.saturated, health.flushed, health.age, health.jump
+    return dict(zip(FP8_COLUMNS, (step, tensor.layer, tensor.kind, tensor.format, *figures), strict=True))
 
-        For a new column the file is written again, whole or not at all.
-        """
-        if not self.metrics:
-            return
-        del self.metrics[:-MOST_ROWS]
-        if not self._begun:
-            self._begin()
-        columns = set().union(*self.metrics) - set(self.metrics_keys)
-        if columns or not self._path.is_file():
-            self.metrics_keys = renew(self._path, [*self.metrics_keys, *sorted(columns)]).columns
-        text = io.StringIO(newline="")
-        csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)
-        durable.append(self._path, text.getvalue().encode())
-        self.metrics = []
+
+class RunLabels(pl.Callback):
+    """Gives the loggers what tells the run apart, at every start, and its configuration to those that show texts."""
+
+    def __init__(self, config: RunConfig, words: Sequence[str]):
+        self.labels = run_labels(config, words)
+        self.config = str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log them. A service's logger sends the whole configuration itself."""
+        for logger in trainer.loggers:
+            if isinstance(logger, Remote):
+                continue
+            logger.log_hyperparams(dict(self.labels))
+            if isinstance(logger, EventFile):
+                logger.log_text("configuration", self.config, trainer.global_step)
+
+
+def run_labels(config: RunConfig, words: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """Return what was typed for this run or job, beside what every run has, by the names of keys.
+
+    A table of all keys would be too wide to read. `words`: the run's overrides.
+    """
+    recipe = "none" if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+    found: dict[str, bool | int | float | str] = {
+        "model": config.model.name, "precision": config.precision.name, "recipe": recipe,
+        "optimizer": config.optimizer.name,
+    }  # fmt: skip
+    typed = [word.lstrip("+~").partition("=")[0] for word in words]
+    for key in (*_LABELS, *typed):
+        if not key.startswith(_NO_LABELS):
+            value = value_of(config, key)
+            if isinstance(value, (bool, int, float, str)):
+                found[key] = value
+            elif isinstance(value, (list, type(None))):
+                found[key] = show(value)
+    found |= {f"tags.{key}": value for key, value in config.tags.items()}
+    return found | ({"notes": config.notes} if config.notes else {})

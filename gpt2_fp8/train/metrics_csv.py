@@ -1,62 +1,17 @@
-"""The rows of `metrics.csv` and `fp8.csv`: copied or read. A file that is damaged is put aside whole. Stdlib only."""
+"""`metrics.csv` and `fp8.csv`: a run appends rows, a resumed run continues them, reports read them. Stdlib only."""
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
-import os
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from gpt2_fp8.checkpoint import durable
 
 log = logging.getLogger(__name__)
-
-# What a run logs. A header with any other name is not this project's, and the meaning of its numbers is unknown.
-COLUMNS = {
-    *(
-        "step",
-        "train_loss",
-        "penalty",
-        "val_loss",
-        "lr",
-        "grad_norm",
-        "clip_ratio",
-        "skipped_steps",
-        "bf16_reruns",
-        "tokens",
-    ),
-    *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb", "gpu_power_watts", "gpu_utilization"),
-    *(f"fp8/{figure}_{kind}" for figure in ("amax", "scale", "headroom", "saturated", "flushed")
-      for kind in ("input", "weight", "gradient")),
-    *("fp8/scale_jump", "fp8/scale_age"),
-}  # fmt: skip
-_OF_A_SOURCE = re.compile(r"(val_loss|tokens|epochs)/[A-Za-z][A-Za-z0-9_]{0,39}")  # of a mixture
-
-
-def is_column(name: str) -> bool:
-    """Return whether a run logs a metric of this name."""
-    return name in COLUMNS or _OF_A_SOURCE.fullmatch(name) is not None
-
-
-class Table(NamedTuple):
-    """What a file may hold: the names of its columns, and which of them hold words. The others hold numbers."""
-
-    is_column: Callable[[str], bool]
-    words: frozenset[str] = frozenset()
-
-
-METRICS = Table(is_column)
-
-
-class Renewed(NamedTuple):
-    """What a file holds now."""
-
-    columns: list[str]
-    rows: int
-    at_last: set[str]  # the columns, except the step, with a value at the step `last`
 
 
 class Rows(NamedTuple):
@@ -67,86 +22,98 @@ class Rows(NamedTuple):
 
 
 def read(path: Path, wanted: Collection[str]) -> Rows:
-    """Return the rows of the `metrics.csv` at `path`: their steps, and the columns `wanted`. Raises nothing.
-
-    Rows without any of the columns are left out, and so is a last line without its end.
-    """
+    """Return the steps and the columns `wanted` of the rows that have any of them, up to the first damage."""
     rows: list[dict[str, float]] = []
     try:
-        lines = _lines(path, METRICS)
+        lines = _lines(path)
         columns = next(lines, [])
         for cells in lines:
             named = zip(columns[1:], cells[1:], strict=True)
             if row := {name: float(cell) for name, cell in named if cell and name in wanted}:
                 rows.append({"step": int(cells[0]), **row})
+    except FileNotFoundError:
+        return Rows([], None)
     except (OSError, ValueError) as error:
         return Rows(rows, str(error))
     return Rows(rows, None)
 
 
-def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None, table: Table = METRICS) -> Renewed:
-    """Write `path` again, whole or not at all, with its rows up to the step `last` (None: all).
+class CSVLog:
+    """A CSV file of rows by step, whose columns grow. Nothing is touched before the first row.
 
-    The columns `wanted` are added to its own. Without any row or wanted column, the file stays as it is. A last line
-    without its end, which a killed process left, is dropped. A file that is damaged otherwise is renamed and kept, and
-    a new one begun; the log says so. Raises OSError.
+    Args:
+        path: the file.
+        columns: of a new file, `step` first.
+        resume_step: the step of the checkpoint that the run continues from. Rows of later steps are dropped, and values
+            that the file has at this step are not written again: a validation may be repeated after a kill. None: a new
+            file is begun.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+
+    def __init__(self, path: Path, columns: Sequence[str], resume_step: int | None):
+        self.path, self._columns, self._resume_step = path, list(columns), resume_step
+        self._at_resume: set[str] = set()  # columns with a value at `resume_step`
+        self._begun = False
+
+    def append(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Append rows, each with a `step`, all or none of them. Raises OSError."""
+        if not self._begun:
+            self._begin()
+        new = [self._without_known(row) for row in rows]
+        new = [row for row in new if len(row) > 1]
+        missing = sorted({name for row in new for name in row} - set(self._columns))
+        if missing or not self.path.is_file():  # somebody may have moved it
+            self._rewrite([*self._columns, *missing], list(_rows(self.path)))
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._columns).writerows(new)
+        durable.append(self.path, text.getvalue().encode())
+
+    def _begin(self) -> None:
+        kept: list[dict[str, str]] = []
+        if self._resume_step is not None:
+            try:
+                kept = [row for row in _rows(self.path) if int(row["step"]) <= self._resume_step]
+            except ValueError as error:
+                aside = durable.put_aside(self.path).name
+                log.warning("%s is damaged (%s): it is put aside as %s", self.path, error, aside)
+        self._rewrite(list(dict.fromkeys([*(kept[0] if kept else ()), *self._columns])), kept)
+        at_resume = [row for row in kept if int(row["step"]) == self._resume_step]
+        self._at_resume = {name for row in at_resume for name, cell in row.items() if cell} - {"step"}
+        self._begun = True
+
+    def _without_known(self, row: Mapping[str, object]) -> dict[str, object]:
+        known = self._at_resume if row["step"] == self._resume_step else ()
+        return {name: value for name, value in row.items() if name not in known}
+
+    def _rewrite(self, columns: list[str], rows: Sequence[Mapping[str, object]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        durable.write_text(self.path, text.getvalue())
+        self._columns = columns
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a file; none if it is not there. Raises OSError, and ValueError for a damaged one."""
+    if path.exists():
+        lines = _lines(path)
+        columns = next(lines, [])
+        yield from (dict(zip(columns, cells, strict=True)) for cells in lines)
+
+
+def _lines(path: Path) -> Iterator[list[str]]:
+    """Yield the cells of each line, the columns' names first, without a last line that a kill tore.
+
+    Raises OSError, and ValueError at a line that is no row.
+    """
+    text = path.read_bytes().decode(errors="replace")
+    width = 0
     try:
-        renewed = _copy(path, temporary, wanted, last, table)
-    except ValueError as error:
-        log.warning("%s is damaged (%s): it is put aside as %s", path, error, durable.put_aside(path).name)
-        renewed = _copy(path, temporary, wanted, last, table)
-    if renewed.rows or wanted:
-        os.replace(temporary, path)
-    else:
-        temporary.unlink()
-    return renewed
-
-
-def _copy(path: Path, to: Path, wanted: Sequence[str], last: int | None, table: Table) -> Renewed:
-    lines, count, at_last = _lines(path, table), 0, set()
-    own = next(lines, [])
-    columns = [*own, *(name for name in wanted if name not in own)]
-    more = [""] * (len(columns) - len(own))
-    with open(to, "w", encoding="utf-8", newline="") as file:
-        file.write(",".join(columns) + "\r\n")
-        for cells in lines:
-            step = int(cells[0])
-            if last is None or step <= last:
-                file.write(",".join([*cells, *more]) + "\r\n")
-                count += 1
-            if step == last:
-                at_last |= {name for name, cell in zip(own, cells, strict=True) if cell} - {"step"}
-    return Renewed(columns, count, at_last)
-
-
-def _lines(path: Path, table: Table) -> Iterator[list[str]]:
-    """Yield the cells of a file's lines, the columns' names first; nothing if it is not there.
-
-    Raises ValueError at a line that is no row.
-    """
-    columns: list[str] = []
-    with suppress(FileNotFoundError), open(path, encoding="utf-8", newline="") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return  # torn by a kill
-            cells = line.rstrip("\r\n").split(",")
-            if number == 1 and (cells[0] != "step" or not all(map(table.is_column, cells))):
-                raise ValueError("its first line does not name a run's columns")
-            if number > 1 and not _is_row(columns, cells, table):
-                raise ValueError(f"line {number} is not a row of its columns")
-            columns = columns or cells
+        for number, cells in enumerate(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), 1):
+            is_row = len(cells) == width and cells[0].isdigit() if width else cells[:1] == ["step"]
+            if not is_row:
+                raise ValueError(f"line {number} is not a row of a run's")
+            width = len(cells)
             yield cells
-
-
-def _is_row(columns: list[str], cells: list[str], table: Table) -> bool:
-    if len(cells) != len(columns) or not cells[0].isdigit():
-        return False
-    try:
-        return all(
-            not cell or name in table.words or float(cell) is not None
-            for name, cell in zip(columns, cells, strict=True)
-        )
-    except ValueError:
-        return False
+    except csv.Error as error:
+        raise ValueError(str(error)) from None

@@ -14,7 +14,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
-from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -23,8 +22,8 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision.scaling import Context
-from gpt2_fp8.train import checkpoint_io, first_weights, module_checkpoint, own_trainer, resume, saved_config
-from gpt2_fp8.train.module_checkpoint import Restored
+from gpt2_fp8.runtime import rng
+from gpt2_fp8.train import checkpoint_io, hf_import, own_trainer, resume, saved_config, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.validation import MetricLog, Validation
 
@@ -52,9 +51,10 @@ class GPT2Module(pl.LightningModule):
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
         if weights is None and config.init_from:
-            weights = first_weights.read(Path(config.init_from).expanduser(), config.model, self.vocab_size)
+            weights = hf_import.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
-        self._restored = Restored()
+        self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
+        self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
         self.save_hyperparameters(saved_config.to_plain(config, self.vocab_size))
 
     # Building
@@ -70,27 +70,21 @@ class GPT2Module(pl.LightningModule):
         *,
         config: RunConfig | None = None,
     ) -> GPT2Module:
-        """Build the module of a checkpoint's folder, with its weights. Its layers compute in float32, in plain torch.
+        """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
 
-        They do so until a Trainer's precision plugin says otherwise.
-
-        Args:
-            checkpoint_path: the folder.
-            map_location: the device of the layers; None: the CPU.
-            hparams_file: None. Lightning has it; here `config` gives what it would.
-            strict: True or None. A model's weights are all there or refused.
-            weights_only: it changes nothing, since nothing is pickled.
-            config: for a checkpoint that does not hold its own.
-
-        Raises UserError for a value that would change something, and CheckpointError where the parts do not fit.
+        Its layers compute in float32, in plain torch, until a Trainer has a precision plugin. `config` is for a
+        checkpoint that does not hold its own; the other arguments are Lightning's, and change nothing. Raises UserError
+        for a value that would, or where the parts do not fit.
         """
-        module_checkpoint.check_arguments(hparams_file, strict)
-        map_location = map_location or "cpu"
-        config, weights, step = module_checkpoint.read(Path(checkpoint_path), map_location, config)
-        module = cls.unbuilt(config, weights, step)
-        device = torch.device(map_location)
+        if hparams_file is not None:
+            raise UserError.of("hparams_file: a checkpoint holds its configuration", "config=load_config(...)")
+        if strict is False:
+            raise UserError.of("strict=False: a model with some of its weights is none", "leave strict out")
+        found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
+        module = cls.unbuilt(found.config, found.weights, found.step)
+        device = torch.device(map_location or "cpu")
         with device:
-            module._build(unaccelerated(config, "cuda" if device.type == "cuda" else "cpu"))
+            module._build(unaccelerated(found.config, "cuda" if device.type == "cuda" else "cpu"))
         return module
 
     @classmethod
@@ -102,7 +96,7 @@ class GPT2Module(pl.LightningModule):
         `step`: what its training step begins with, such as FP8 scales.
         """
         module = cls(config, vocab_size, weights)
-        module._restored = Restored(step=step)
+        module._step_state = step
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -111,7 +105,7 @@ class GPT2Module(pl.LightningModule):
         Raises UserError with every contradiction.
         """
         own_trainer.check(self.trainer, self.config)
-        checkpoint_io.refuse_pickles(self.trainer)
+        checkpoint_io.write_folders(self.trainer)
         loops.limit_steps(self.trainer, last_step(self.config))
         return []
 
@@ -124,7 +118,7 @@ class GPT2Module(pl.LightningModule):
                 self.step.on_settled.clear()  # of an earlier `fit`
                 return
             self._weights = self.state_dict()
-            self._restored.step = self._restored.step or self.step.state_dict()
+            self._step_state = self._step_state or self.step.state_dict()
         self._build(plan, precision.forward_context)
 
     def _build(self, plan: Plan, forward_context: Context | None = None) -> None:
@@ -144,7 +138,7 @@ class GPT2Module(pl.LightningModule):
         else:
             self.load_state_dict(self._weights)
             self._weights = None
-        self.step.load_state_dict(self._restored.step)
+        self.step.load_state_dict(self._step_state)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its learning-rate schedule."""
@@ -172,8 +166,9 @@ class GPT2Module(pl.LightningModule):
         self._metrics = MetricLog(self)
         if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
             begin(self.trainer.global_step)
-        self._restored.begin_training(self.config.seed, self.trainer.global_step)
-        self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer, LogLine)
+        rng.begin_rank(self._random_states, self.config.seed, self.trainer.global_step)
+        self._step_state, self._random_states = {}, []  # from now on the step's own are newer
+        self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute one optimizer step, and return this rank's loss on the device: see `TrainingStep.__call__`."""
@@ -239,9 +234,9 @@ class GPT2Module(pl.LightningModule):
         return self.model.load_state_dict(state_dict, strict, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a run needs to continue: see `module_checkpoint.add`."""
-        module_checkpoint.add(checkpoint, self.step)
+        """Add what a run needs to continue: see `resume.add_state`."""
+        resume.add_state(checkpoint, self.step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what a run continues from: see `module_checkpoint.take`, and what it raises."""
-        self._restored = module_checkpoint.take(checkpoint, self.trainer, self.step)
+        """Restore what a run continues from: see `resume.take_state`, and what it raises."""
+        self._random_states, self._step_state = resume.take_state(checkpoint, self.trainer, self.step), {}

@@ -1,18 +1,22 @@
-"""What a run takes from a checkpoint, and what it refuses or sets itself. Plain torch."""
+"""What the module adds to a checkpoint, and what a run takes from one: what it refuses, restores or sets itself."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RunConfig
@@ -21,10 +25,56 @@ from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import saved_config
+
+log = logging.getLogger(__name__)
 
 _PARTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "rng", "TokenDataModule"}
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
+
+
+def add_state(checkpoint: dict[str, Any], step: TrainingStep) -> None:
+    """Add every rank's random numbers, what a step begins with, and what the run computed in. Collective."""
+    checkpoint["rng"] = rng.gather()
+    checkpoint["model"] = asdict(step.config.model)
+    checkpoint["optimizer"] = step.config.optimizer.name
+    checkpoint["training_step"] = step.state_dict()
+    plan = step.plan
+    checkpoint["precision"] = {
+        "asked": plan.asked, "ran": plan.ran, "recipe": plan.recipe, "reason": plan.reason, "fell_back": plan.fell_back,
+    }  # fmt: skip
+
+
+def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) -> list[Any]:
+    """Check a checkpoint that Lightning has read, and restore what can be restored now.
+
+    The configuration, not the checkpoint, says the optimizer's settings: they are replaced in place. Returns the
+    generators' states of every rank, for when nothing else draws numbers before training. Raises UserError where the
+    checkpoint is another model's, or of other text, with every difference.
+    """
+    config, own = step.config, checkpoint.get("training_step", {})
+    others = list(other_settings(config.model, checkpoint.get("model", {})))
+    if trainer.state.fn != TrainerFn.FITTING:
+        refuse(others)
+        step.load_state_dict(own)
+        return []
+    path = Path(str(trainer.ckpt_path))
+    refuse_parts(path, checkpoint.keys())
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
+    others += datamodule.other_settings(checkpoint["TokenDataModule"])
+    others += other_run(path, checkpoint, config)
+    refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
+    step.load_state_dict(own)
+    changes = (
+        keep_own_settings(path, checkpoint, step.model, config),
+        other_validation(checkpoint, step.plan.backend),
+        fp8_again(checkpoint["global_step"], step),
+    )
+    for told in changes if trainer.is_global_zero else ():
+        if told is not None:
+            log.warning("%s", told)
+    return list(checkpoint["rng"])
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
@@ -33,20 +83,31 @@ def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Proble
     Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing. One from before the
     model had options has GPT-2's.
     """
-    given = saved_config.with_model_options(given) if given else {}
+    given = saved_config.with_defaults(ModelConfig, given) if given else {}
     for key, own in asdict(model).items():
         if key not in FREE_OF_WEIGHTS and key in given and given[key] != own:
             cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
             yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
-def other_seed(config: RunConfig, given: object) -> Iterator[Problem]:
-    """Yield that the run has another `seed` than the configuration in its checkpoint, `given`, which may be anything.
+def other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
+    """Yield why a run of `config` cannot go on from the checkpoint `path`: its end, its optimizer, its seed.
 
-    The weights and the random numbers are the checkpoint's. So the new seed would name the run, and do nothing.
+    A checkpoint from before there was a choice of optimizers is AdamW's. Its configuration may be anything.
     """
-    seed = given.get("seed") if isinstance(given, Mapping) else None
-    if type(seed) is int and seed != config.seed:
+    if (step := checkpoint["global_step"]) > (end := last_step(config)):
+        others = [key for key in ("max_tokens", "max_epochs") if getattr(config.trainer, key) is not None]
+        also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
+        cause = f"trainer.max_steps={end} ends before {path}, of step {step}"
+        yield Problem(cause, f"trainer.max_steps={step} or more{also}")
+    there, here = checkpoint.get("optimizer") or "adamw", config.optimizer.name
+    if there != here:
+        cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
+        yield Problem(cause, f"begin anew from its weights: run_name=NAME init_from={path} ckpt_path=null")
+    seed = value_of(checkpoint, f"{saved_config.KEY}.seed")
+    if (
+        type(seed) is int and seed != config.seed
+    ):  # weights and random numbers are the checkpoint's: it would do nothing
         cause = f"this run cannot be continued exactly: seed was {seed}, and is now {config.seed}"
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
@@ -79,63 +140,6 @@ def fp8_again(done: int, step: TrainingStep) -> str | None:
     )
 
 
-def refuse_parts(path: Path, keys: Collection[str]) -> None:
-    """Raise CheckpointError if the checkpoint `path` lacks a part of a run's state, as one with weights alone does."""
-    if missing := sorted(_PARTS - set(keys)):
-        cause = f"{path} cannot be continued from: it has no {', '.join(missing)}"
-        raise CheckpointError.of(cause, "name a run's checkpoint; or init_from=PATH, which takes only the weights")
-
-
-def refuse(differences: list[Problem]) -> None:
-    """Raise CheckpointError with every difference, if there are any."""
-    if differences:
-        raise CheckpointError(differences)
-
-
-def refuse_longer(path: Path, step: int, config: RunConfig) -> None:
-    """Raise UserError if the checkpoint `path`, of `step`, is after the end of the run."""
-    if step > (end := last_step(config)):
-        others = [key for key in ("max_tokens", "max_epochs") if getattr(config.trainer, key) is not None]
-        also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
-        cause = f"trainer.max_steps={end} ends before {path}, of step {step}"
-        raise UserError.of(cause, f"trainer.max_steps={step} or more{also}")
-
-
-def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with the first differences between two state dicts in names, shapes and dtypes.
-
-    torch would silently cast weights of another dtype, and change them.
-    """
-    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
-    if names:
-        remedy = "use the model= and data.tokenizer= that the checkpoint was trained with"
-        raise CheckpointError([_difference(name, here.get(name), there.get(name), remedy) for name in names[:_SHOWN]])
-    if names := [name for name in sorted(here) if model[name].dtype != given[name].dtype]:
-        remedy = "give a checkpoint whose weights are those of a run, or convert them where they come from"
-        raise CheckpointError(
-            [_difference(name, model[name].dtype, given[name].dtype, remedy) for name in names[:_SHOWN]]
-        )
-
-
-def _difference(name: str, own: Any, given: Any, remedy: str) -> Problem:
-    own, given = ("nothing" if value is None else value for value in (own, given))
-    return Problem(f"the checkpoint does not fit the model: {name} is {given} there, {own} here", remedy)
-
-
-def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None:
-    """Raise UserError unless the checkpoint `path` is of this optimizer. `given` is its name there; None: AdamW.
-
-    Checkpoints from before there was a choice do not name it.
-    """
-    there, here = given or "adamw", config.optimizer.name
-    if there != here:
-        cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
-        anew = f"run_name=NAME init_from={path} ckpt_path=null"
-        raise UserError.of(cause, f"begin anew from its weights: {anew}")
-
-
 def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
@@ -159,3 +163,35 @@ def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, 
     if not isinstance(before, float) or f"{before:.1e}" == now:
         return None
     return f"learning rate {now} from step {step + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
+
+
+def refuse(differences: list[Problem]) -> None:
+    """Raise CheckpointError with every difference, if there are any."""
+    if differences:
+        raise CheckpointError(differences)
+
+
+def refuse_parts(path: Path, keys: Collection[str]) -> None:
+    """Raise CheckpointError if the checkpoint `path` lacks a part of a run's state, as one with weights alone does."""
+    if missing := sorted(_PARTS - set(keys)):
+        cause = f"{path} cannot be continued from: it has no {', '.join(missing)}"
+        raise CheckpointError.of(cause, "name a run's checkpoint; or init_from=PATH, which takes only the weights")
+
+
+def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError with the first differences between two state dicts in names, shapes and dtypes.
+
+    torch would silently cast weights of another dtype, and change them.
+    """
+    here, there = ({name: _form(weight) for name, weight in weights.items()} for weights in (model, given))
+    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+    remedy = "use the model= and data.tokenizer= that the checkpoint was trained with"
+    refuse([
+        Problem(f"the checkpoint does not fit the model: {name} is {there.get(name, 'nothing')} there, "
+                f"{here.get(name, 'nothing')} here", remedy)
+        for name in names[:_SHOWN]
+    ])  # fmt: skip
+
+
+def _form(weight: Tensor) -> str:
+    return f"{tuple(weight.shape)}" + ("" if weight.dtype == torch.float32 else f" {weight.dtype}")

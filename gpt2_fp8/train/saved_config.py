@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -15,33 +15,18 @@ from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import value_of
-from gpt2_fp8.config.schema import (
-    CallbacksConfig,
-    FP8PrecisionConfig,
-    LoggerConfig,
-    ModelConfig,
-    OptimConfig,
-    PenaltyConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 log = logging.getLogger(__name__)
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
-_GROWN: tuple[tuple[str, type[Any]], ...] = (
-    ("model", ModelConfig),
-    ("optim", OptimConfig),
-    ("penalty", PenaltyConfig),
-    ("trainer", TrainerConfig),
-    ("callbacks", CallbacksConfig),
-    ("precision", FP8PrecisionConfig),
-    ("logger", LoggerConfig),
-)  # groups that have got keys since
-_REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
+_REMEDY = (
+    "continue it for a step with ckpt_path; or in Python give it, as it was trained: "
+    "GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...))"
+)
 
 
 def to_plain(config: RunConfig, vocab_size: int | None = None) -> dict[str, Any]:
@@ -69,28 +54,17 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
     return replace(config, init_from=None, ckpt_path=None)
 
 
-def with_model_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a model, with GPT-2's where it was saved before models had options."""
-    return _with_defaults(ModelConfig, model)
-
-
 def _upgraded(plain: Any, path: Path) -> Any:
     """Return the configuration of a checkpoint, which may be a stranger's, with the keys that its groups have now."""
     if not isinstance(plain, dict):
         return plain
     if value_of(plain, "precision.name") == "auto":  # there once was this choice
         plain = plain | {"precision": _as_ran(plain["precision"], value_of(read_plain(path, "precision"), "ran"))}
-    full = _with_defaults(RunConfig, plain)
-    for name, cls in _GROWN:
-        group = plain.get(name)
-        if isinstance(group, dict) and _is_of(cls, group):
-            full[name] = _with_defaults(cls, group)
+    full = with_defaults(RunConfig, plain)
     if isinstance(precision := full.get("precision"), dict) and "emulate" in precision:  # there once was this key
         full["precision"] = {key: value for key, value in precision.items() if key != "emulate"}
         if precision["emulate"] is not None:
             log.info("the checkpoint's precision.emulate is dropped: there is no such key any more")
-    full.setdefault("penalty", asdict(PenaltyConfig()))
-    full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     if full["optimizer"] == {"name": "adamw8bit"}:  # its state is not read, and its weights are as any
         full["optimizer"] = {"name": "adamw_bf16"}
     return full
@@ -103,15 +77,30 @@ def _as_ran(auto: Mapping[str, Any], ran: object) -> dict[str, Any]:
     return (fp8 if str(ran).startswith("fp8") else {}) | {"name": ran, "backend": "auto"}
 
 
-def _is_of(cls: type[Any], group: Mapping[str, Any]) -> bool:
-    """Return whether a group's plain values are of `cls`, by its name: there are several precisions."""
-    choices = get_args(get_type_hints(cls).get("name"))
-    return not choices or group.get("name") in choices
+def with_defaults(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a group, with the defaults of keys that it, or a group in it, was saved without."""
+    full: dict[str, Any] = {}
+    for key in fields(cls):
+        if key.default is not MISSING:
+            full[key.name] = key.default
+        elif key.default_factory is not MISSING:
+            value: Any = key.default_factory()
+            full[key.name] = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+    full |= plain
+    hints = hints_of(cast("Hashable", cls))
+    for name, value in full.items():
+        if isinstance(value, dict) and (group := _class_of(hints.get(name), value)) is not None:
+            full[name] = with_defaults(group, value)
+    return full
 
 
-def _with_defaults(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group, with the defaults of keys that it was saved without."""
-    return {key.name: key.default for key in fields(cls) if key.default is not MISSING} | dict(plain)
+def _class_of(hint: Any, group: Mapping[str, Any]) -> type[Any] | None:
+    """Return the dataclass of a group's plain values, among those of a union by its tag; None if there is none."""
+    classes: tuple[Any, ...] = kind_of(hint).classes if hint is not None else ()
+    if len(classes) < 2:
+        return classes[0] if classes else None
+    tag = tag_field(classes)
+    return next((each for each in classes if group.get(tag) in tags_of(each, tag)), None)
 
 
 def check_size(config: RunConfig, weights: dict[str, Tensor], path: Path) -> None:

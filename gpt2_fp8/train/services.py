@@ -1,34 +1,43 @@
-"""W&B and MLflow, through Lightning's loggers: which run there is this one, and what it is told."""
+"""W&B and MLflow through Lightning's loggers, each in a thread: training never waits for a service, nor ends by it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import secrets
+import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.schema import MLflowConfig, RunConfig, WandbConfig
+from gpt2_fp8.config.schema import RunConfig, WandbConfig
 from gpt2_fp8.engine.histograms import TensorStats
 
-FILE = "remote_runs.json"
+log = logging.getLogger(__name__)
+
+FILE = "remote_runs.json"  # in the run's folder: its identifier at each service
+MOST_WAITING = 10_000  # rows, while the service does not answer
+END_SECONDS = 60.0  # seconds that the end of a run waits for what is not sent yet
 _WRITING = threading.Lock()  # each service has a thread
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LOCAL = "sqlite:///mlflow.db"  # in the folder where the command was typed, as MLflow's own server has it
+_TALKATIVE = ("mlflow", "alembic", "lightning.pytorch.loggers.mlflow")  # about tables and experiments made
+_STEP = "trainer/global_step"  # the name of the step in Lightning's rows
+_GROUPS = {"gradient": "gradients", "weight": "weights"}
 
 
 def remembered(folder: Path, service: str) -> str | None:
-    """Return the identifier of the run at a service; None if there is none, or it is not one."""
-    return _read(folder).get(service)
+    """Return the identifier of the run at a service; None if there is none."""
+    name = _read(folder).get(service)
+    return name if isinstance(name, str) else None
 
 
 def remember(folder: Path, service: str, name: str) -> None:
@@ -37,87 +46,165 @@ def remember(folder: Path, service: str, name: str) -> None:
         durable.write_json(folder / FILE, _read(folder) | {service: name})
 
 
-def fresh(environment: Mapping[str, str] = os.environ) -> str:
-    """Return an identifier for a new run at W&B: that of its sweep's agent, or eight characters drawn at random.
-
-    They are drawn by the operating system: the run's own random numbers stay as they are.
-    """
-    given = environment.get("WANDB_RUN_ID", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(4)
-
-
-def _read(folder: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError, RecursionError):
+def _read(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
         found = disk.read_json(folder / FILE)
-        if isinstance(found, dict):
-            return {str(key): value for key, value in found.items() if isinstance(value, str) and _ID.fullmatch(value)}
+        return found if isinstance(found, dict) else {}
     return {}
 
 
-log = logging.getLogger(__name__)
+class Remote(Logger):
+    """Hands each row to a thread, which gives it to Lightning's logger of the service.
 
-_LOCAL = "sqlite:///mlflow.db"  # in the folder where the command was typed, as MLflow's own server has it
-_TALKATIVE = ("mlflow", "alembic", "lightning.pytorch.loggers.mlflow")  # about tables and experiments made
-_STEP = "trainer/global_step"  # the name of the step in Lightning's rows
-_GROUPS = {"gradient": "gradients", "weight": "weights"}
+    The first failure of several in a row logs a warning, and rows of a service that does not answer are lost. A service
+    is a subclass with the four methods from `begin` on, which run in the thread and may raise anything.
+
+    Attributes: `title`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
+    that did not arrive; `run_id`, the run's identifier there, None for a new one; `group`, its sweep.
+    """
+
+    title = key = undelivered = ""
+    version = ""  # the run's own name there is known to the service alone
+
+    def __init__(self, config: RunConfig, folder: Path, in_sweep: bool, resumed: bool) -> None:
+        super().__init__()
+        self.config, self.folder = config, folder
+        self.group = folder.parent.name if in_sweep else None
+        self.run_name = f"{self.group}/{folder.name}" if in_sweep else config.run_name
+        self.run_id = remembered(folder, self.key) if resumed else None
+        self._rows: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._logger: Any = None
+        self._failing = self._full = False
+
+    @property
+    def name(self) -> str:
+        """Return the service's name."""
+        return self.title
+
+    def begin(self) -> Logger:
+        """Open the run there, or continue it, and return Lightning's logger of it."""
+        raise NotImplementedError
+
+    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
+        """Send the distributions of tensors."""
+        raise NotImplementedError
+
+    def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
+        """Send a text."""
+        raise NotImplementedError
+
+    def end(self, logger: Any, status: str) -> None:
+        """Close the run there, so that another one may begin in this process."""
+        raise NotImplementedError
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send a row. Its numbers are read now, since a tensor may change."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self._put(lambda logger: logger.log_metrics(row, step))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Send hyper-parameters of a callback; the configuration is there already."""
+        values = dict(params or {})
+        self._put(lambda logger: logger.log_hyperparams(values))
+
+    @rank_zero_only
+    def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
+        """Send the distributions of tensors, if the service shows them."""
+        self._put(partial(self.send_histograms, tensors=list(tensors), step=step))
+
+    @rank_zero_only
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Send a text."""
+        self._put(partial(self.send_text, tag=tag, text=text, step=step))
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Send what is left, close the run there, and wait for both, for `END_SECONDS` at most."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        with suppress(queue.Full):
+            self._rows.put(lambda: self._end(status), timeout=END_SECONDS)
+            self._rows.put(None, timeout=END_SECONDS)
+            thread.join(END_SECONDS)
+        if thread.is_alive():
+            log.warning("%s has not got everything: it does not answer; %s", self.title, self.undelivered)
+
+    def _put(self, send: Callable[[Any], object]) -> None:
+        """Have the thread call `send` with Lightning's logger."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"log-{self.title}", daemon=True)
+            self._thread.start()
+        try:
+            self._rows.put_nowait(lambda: send(self._begun()))
+        except queue.Full:
+            if not self._full:
+                log.warning("%s does not answer: rows are lost, training goes on", self.title)
+            self._full = True
+
+    def _work(self) -> None:
+        while (row := self._rows.get()) is not None:
+            try:
+                row()
+                self._failing = False
+            except Exception as error:
+                if not self._failing:
+                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                    log.warning("%s does not take a row, training goes on: %.200s", self.title, reason)
+                self._failing = True
+
+    def _begun(self) -> Any:
+        if self._logger is None:
+            self._logger = self.begin()
+        return self._logger
+
+    def _end(self, status: str) -> None:
+        if self._logger is not None:
+            logger, self._logger = self._logger, None
+            self.end(logger, status)
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What names a run at a service: its name, and the sweep that it is a job of."""
-
-    name: str
-    group: str | None = None
-
-    @classmethod
-    def of(cls, config: RunConfig, folder: Path, in_sweep: bool) -> Identity:
-        """Return that of a run in `folder`. A job of a sweep is named after both: the sweep and its own number."""
-        if in_sweep:
-            return cls(f"{folder.parent.name}/{folder.name}", folder.parent.name)
-        return cls(config.run_name)
-
-
-class Wandb:
+class Wandb(Remote):
     """A run at Weights & Biases. If W&B cannot be reached at the start, the run is kept on disk for `wandb sync`."""
 
-    title = "W&B"
-
-    def __init__(self, options: WandbConfig, config: RunConfig, folder: Path, identity: Identity, resumed: bool):
-        self.undelivered = f"`wandb sync {folder}/wandb/*run-*` sends the rest"
-        self._options, self._config, self._folder, self._identity = options, config, folder, identity
-        self._id = (remembered(folder, "wandb") if resumed else None) or fresh()
+    title, key, undelivered = "W&B", "wandb", "`wandb sync` of its folder wandb sends the rest"
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
-        remember(self._folder, "wandb", self._id)
+        assert self.config.logger.wandb is not None
+        mode = self.config.logger.wandb.mode
         try:
-            logger = self._open(self._options.mode)
+            logger = self._open(self.config.logger.wandb, mode)
         except Exception as error:
-            if self._options.mode == "offline":
+            if mode == "offline":
                 raise
             log.warning("W&B cannot be reached, so the run is kept for `wandb sync` (%.200s); `wandb login`, or "
                         "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
-            logger = self._open("offline")
+            logger = self._open(self.config.logger.wandb, "offline")
         run: Any = logger.experiment
+        remember(self.folder, self.key, run.id)
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
         return logger
 
-    def _open(self, mode: str | None) -> WandbLogger:
+    def _open(self, options: WandbConfig, mode: str | None) -> WandbLogger:
         import wandb
 
         more: dict[str, Any] = {} if mode is None else {"mode": mode}
         run = wandb.init(
-            name=self._identity.name,
-            project=self._options.project,
-            entity=self._options.entity,
-            group=self._options.group or self._identity.group,
-            dir=self._folder,
-            id=self._id,
+            name=self.run_name,
+            project=options.project,
+            entity=options.entity,
+            group=options.group or self.group,
+            dir=self.folder,
+            id=self.run_id,  # None: that of its sweep's agent, or a new one
             resume="allow",
             reinit="create_new",  # each job of a sweep is a run of its own, also if one before did not end
-            notes=self._config.notes,
-            tags=[f"{key}={value}"[:64] for key, value in self._config.tags.items()],
-            config=asdict(self._config),
+            notes=self.config.notes,
+            tags=[f"{key}={value}"[:64] for key, value in self.config.tags.items()],
+            config=asdict(self.config),
             allow_val_change=True,
             settings=wandb.Settings(console="off", silent=True),  # the log and the bar are ours
             **more,
@@ -126,7 +213,7 @@ class Wandb:
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return WandbLogger(experiment=run)
 
-    def histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
+    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
         """Send the distributions of tensors, and of gradients the norms."""
         import wandb
 
@@ -134,10 +221,9 @@ class Wandb:
         for tensor in tensors:
             bins = np.array(tensor.counts), np.array(tensor.edges)
             row[f"{_GROUPS[tensor.kind]}/{tensor.name}"] = wandb.Histogram(np_histogram=bins)
-        row |= {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}
-        logger.log_metrics(row, step)
+        logger.log_metrics(row | _norms(tensors), step)
 
-    def text(self, logger: Any, tag: str, text: str, step: int) -> None:
+    def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a table of one row."""
         logger.log_text(tag, columns=["step", "text"], data=[[step, text]], step=step)
 
@@ -146,16 +232,10 @@ class Wandb:
         logger.experiment.finish(exit_code=0 if status == "success" else 1)
 
 
-class MLflow:
+class MLflow(Remote):
     """A run in MLflow's store or on its server."""
 
-    title = "MLflow"
-    undelivered = "metrics.csv has every row"
-
-    def __init__(self, options: MLflowConfig, config: RunConfig, folder: Path, identity: Identity, resumed: bool):
-        self._options, self._config, self._folder, self._identity = options, config, folder, identity
-        self._uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _LOCAL
-        self._id = remembered(folder, "mlflow") if resumed else None
+    title, key, undelivered = "MLflow", "mlflow", "metrics.csv has every row"
 
     def begin(self) -> Logger:
         """Open the run, or continue it. The parameters of a run are those it began with: MLflow changes none."""
@@ -163,35 +243,35 @@ class MLflow:
 
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
-        own = {f"tags.{key}": str(value) for key, value in self._config.tags.items()}
-        own |= {"mlflow.note.content": self._config.notes} if self._config.notes else {}
-        own |= {"sweep": self._identity.group} if self._identity.group else {}
-        logger = MLFlowLogger(
-            experiment_name=self._options.experiment,
-            run_name=self._identity.name,
-            tracking_uri=self._uri,
-            tags=own,
-            run_id=self._id,
-        )
-        if self._id is None:
-            self._id = logger.run_id
-            assert self._id is not None
-            remember(self._folder, "mlflow", self._id)
-            logger.log_hyperparams(asdict(self._config))
-            log.info("MLflow: run %s of the experiment %s in %s", self._id, self._options.experiment, self._uri)
+        own = {f"tags.{key}": str(value) for key, value in self.config.tags.items()}
+        own |= {"mlflow.note.content": self.config.notes} if self.config.notes else {}
+        own |= {"sweep": self.group} if self.group else {}
+        options = self.config.logger.mlflow
+        assert options is not None
+        uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _LOCAL
+        logger = MLFlowLogger(options.experiment, self.run_name, uri, own, run_id=self.run_id)
+        if self.run_id is None:
+            self.run_id = logger.run_id
+            assert self.run_id is not None
+            remember(self.folder, self.key, self.run_id)
+            logger.log_hyperparams(asdict(self.config))
+            log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
         else:
-            logger.experiment.set_terminated(self._id, "RUNNING")
+            logger.experiment.set_terminated(self.run_id, "RUNNING")
         return logger
 
-    def histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
+    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
         """Send the norms of gradients: MLflow has no histograms."""
-        norms = {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}
-        logger.log_metrics(norms, step)
+        logger.log_metrics(_norms(tensors), step)
 
-    def text(self, logger: Any, tag: str, text: str, step: int) -> None:
+    def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a file among the run's artifacts."""
         logger.experiment.log_text(logger.run_id, text, f"{tag}/step-{step:08d}.txt")
 
     def end(self, logger: Any, status: str) -> None:
         """Close the run."""
         logger.finalize(status)
+
+
+def _norms(tensors: list[TensorStats]) -> dict[str, float]:
+    return {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}

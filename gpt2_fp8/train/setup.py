@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.callbacks.kernels_in_use import tell
-from gpt2_fp8.checkpoint import load, space
-from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
+from gpt2_fp8.callbacks.same_run import log_kernels
+from gpt2_fp8.checkpoint import find, space
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -25,7 +24,6 @@ from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flo
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime import ranks, rendezvous, slurm
-from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer, refuse_parts
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -56,38 +54,27 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
         return
     parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
-    one = space.checkpoint_bytes(parameters, state)
-    space.require(checkpoints, one * _at_once(config, epochs))
-
-
-def _at_once(config: RunConfig, epochs: int) -> int:
     saved = config.callbacks
     permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
     between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
-    return space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
+    at_once = space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
+    space.require(checkpoints, at_once * space.checkpoint_bytes(parameters, state))
 
 
-def checkpoint(config: RunConfig, folder: Path) -> Path | None:
+def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
 
-    Its files' digests are checked, and whether it has all parts of a run's state. Raises UserError if none is whole, or
-    if it does not fit the run.
+    Its files' digests are checked. Raises UserError if none is whole, or if the folder has those of another run.
     """
     own = folder / "checkpoints"
-    asked = config.ckpt_path
-    if asked is None:
+    if config.ckpt_path is None:
         return None
-    found = find_checkpoint(asked, own)
-    if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
-        raise UserError.of(
-            f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
-        )
-    if found:
-        refuse_parts(found, load.keys(found))
-        refuse_longer(found, int(read_manifest(found)["global_step"]), config)
-        refuse_other_optimizer(found, load.read_plain(found, "optimizer"), config)
+    found = find.resolve(config.ckpt_path, own)
     if found is None:
-        log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", asked, folder)
+        log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
+    elif found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
+        cause = f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own"
+        raise UserError.of(cause, "give a new run_name")
     return found
 
 
@@ -119,7 +106,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         log.info("precision  %s", ran)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    tell(plan.backend.kernels(vocab_size), plan.backend.slower())
+    log_kernels(plan.backend.kernels(vocab_size), plan.backend.slower())
     state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)

@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.source_digest import source_digest
 
 NAME = "summary.json"
@@ -99,6 +97,19 @@ class Summary:
     def __post_init__(self) -> None:
         self._began = time.monotonic()  # the wall clock may be set back meanwhile
 
+    @classmethod
+    def of(cls, config: RunConfig, words: Sequence[str]) -> Summary:
+        """Return that of a run that begins. `words`: its overrides."""
+        summary = cls(precision=Precision(asked=config.precision.name), recipe=None)
+        summary.tags, summary.notes, summary.overrides = config.tags, config.notes, list(words)
+        summary.take_settings(config)
+        return summary
+
+    def take_settings(self, config: RunConfig) -> None:
+        """Note the final settings."""
+        self.recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+        self.optimizer, self.config = config.optimizer.name, asdict(config)
+
     def finish(self, error: BaseException | None = None) -> int:
         """Note how the run ended: `error`, or None if it ended well. Returns the process's exit code."""
         self.ended = _now()
@@ -115,11 +126,8 @@ class Summary:
 
     def take_over(self, folder: Path) -> None:
         """Copy from the summary in `folder` what a process without a step cannot know. Raises nothing."""
-        if self.tokens_per_second is not None:
-            return
-        with suppress(OSError, ValueError):
-            found = disk.read_json(Path(folder) / NAME)
-            before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
+        if self.tokens_per_second is None:
+            before = read(folder)
             self.tokens_per_second = before.get("tokens_per_second")
             self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
             self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
@@ -134,24 +142,12 @@ class Summary:
         return path
 
 
-def write_unbegun(config: RunConfig, folder: Path, error: BaseException, words: Sequence[str] = ()) -> None:
-    """Write the summary of a run that has ended before anything was built. Raises nothing.
-
-    It is not written while another run is at work there, or if it would replace earlier results by a refusal. `words`:
-    its overrides.
-    """
-    refused = isinstance(error, UserError) and (folder / NAME).exists()
-    if not ranks.is_first_rank() or refused:
-        return
-    recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
-    precision = Precision(asked=config.precision.name)
-    name = config.optimizer.name
-    summary = Summary(precision=precision, recipe=recipe, optimizer=name, tags=config.tags, notes=config.notes)
-    summary.overrides, summary.config = list(words), asdict(config)
-    summary.finish(error)
-    summary.take_over(folder)
-    with suppress(OSError, UserError, MemoryError), RunLock(folder):
-        summary.write(folder)
+def read(folder: Path) -> dict[str, Any]:
+    """Return the summary in a run's folder, as plain values; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        found = disk.read_json(folder / NAME)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _now() -> str:

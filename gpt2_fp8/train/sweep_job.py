@@ -21,16 +21,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import disk, parsing
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import gpu_locks, process_end, programs, signals, slurm
-from gpt2_fp8.train import loading, summary
+from gpt2_fp8.train import loading
+from gpt2_fp8.train.run_end import RunEnd, end_of_process
 
 log = logging.getLogger(__name__)
 LOG = "run.log"  # in the job's folder
 _LOOK_SECONDS = 0.2
-_STATUS = {2: "refused", 3: "diverged", 4: "data_lost", 130: "stopped", 143: "stopped"}
 
 
 def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Path) -> float | None:
@@ -40,31 +40,24 @@ def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Pat
     """
     for number in process_end.SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
-    parent = os.getppid()
+    parent, end = os.getppid(), RunEnd(config, folder, here, words)
     try:
         gpu, lock = _wait_for_gpu(config.trainer.accelerator == "cpu", stop, parent)
         with lock:
             log.info("on %s; its log: %s", f"GPU {gpu}" if gpu else "the CPU", os.path.relpath(folder / LOG))
             asked = {"config": asdict(config), "folder": str(folder), "here": str(here), "words": words}
-            code = _ended(json.dumps(asked | {"level": log.getEffectiveLevel()}), gpu, folder / LOG, stop, parent)
+            code = _run_process(json.dumps(asked | {"level": log.getEffectiveLevel()}), gpu, folder / LOG, stop, parent)
     except JobError as error:
-        summary.write_unbegun(config, folder, error, words)
+        end.close(error)
         raise
     finally:
         if os.getppid() != parent:  # nobody waits for the result, and joblib has more jobs for this worker
             os._exit(1)
-    found: Any = {}
-    with suppress(OSError, ValueError):
-        found = disk.read_json(folder / summary.NAME)
-    if code == 0:
-        return found.get("last_val_loss")
-    ended = JobError(_STATUS.get(code, "failed"), code, found.get("message") or f"ended with exit code {code}")
-    if code < 0:
-        ended = JobError("failed", 1, f"killed by {signal.Signals(-code).name}")
-    if code < 0 or not found:
-        summary.write_unbegun(config, folder, ended, words)
-    log.error("%s: %s", ended.status, str(ended).partition("\n")[0])
-    raise ended
+    try:
+        return end_of_process(end, code)
+    except JobError as error:
+        log.error("%s: %s", error.status, str(error).partition("\n")[0])
+        raise
 
 
 def _stopped(stop: Path, parent: int) -> int | None:
@@ -85,7 +78,7 @@ def _wait_for_gpu(on_cpu: bool, stop: Path, parent: int) -> tuple[str, Any]:
     raise JobError("stopped", 128 + signum, f"stopped by signal {signum} before it began")
 
 
-def _ended(request: str, gpu: str, log_file: Path, stop: Path, parent: int) -> int:
+def _run_process(request: str, gpu: str, log_file: Path, stop: Path, parent: int) -> int:
     """Run the job's process to its end, pass on a request to stop, and leave none of its children."""
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": os.pathsep.join(places)}
@@ -123,14 +116,13 @@ def main() -> int:
                 logging.basicConfig(stream=sys.stdout, level=asked["level"], format=form, datefmt="%H:%M:%S")
                 config, _ = parsing.build(RunConfig, asked["config"])
                 assert config is not None
-                folder, here, words = Path(asked["folder"]), Path(asked["here"]), asked["words"]
-                loading.training(config, folder, here, words, in_sweep=True)(config, folder, words, None)
+                loading.train(config, Path(asked["folder"]), Path(asked["here"]), asked["words"])
         except BaseException as caught:
             handlers.hold()
             if isinstance(caught, RunError):
                 print(caught, file=sys.stderr)
                 return caught.exit_code
-            if handlers.thrown and handlers.received is not None:  # it may have caused other errors
+            if handlers.thrown and handlers.received is not None:  # before the run
                 return slurm.ended(handlers.received).exit_code
             traceback.print_exception(caught)
             return 1

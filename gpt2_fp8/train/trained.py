@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, find
@@ -41,13 +42,11 @@ def load(ckpt_path: str, which: Which) -> Trained:
     Raises UserError, with remedies for that command line.
     """
     try:
-        found = read(find_checkpoint(Path(ckpt_path).expanduser(), which))
-        check(found)
+        return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
     except CheckpointError as error:  # its own remedies are for a run, or for Python
         other = "checkpoint=last, or " if which == "best" else ""
         remedy = f"name another one: {other}{EXAMPLES}"
         raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
-    return found
 
 
 def find_checkpoint(source: Path, which: Which = "last") -> Path:
@@ -63,25 +62,18 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
     return found
 
 
-def read(path: Path, *parts: str) -> Trained:
+def read(path: Path, *parts: str, map_location: torch.device | str = "cpu", config: RunConfig | None = None) -> Trained:
     """Read a checkpoint's folder, and these parts of it too, where it has them.
 
-    Raises UserError for one that is damaged, or does not hold its configuration.
+    `config` is for a checkpoint that does not hold its own. Raises CheckpointError for one that is damaged, does not
+    hold its configuration, or whose weights are of another model.
     """
-    checkpoint = files.read(path, "cpu", ("state_dict", "training_step", saved_config.KEY, *parts))
-    if saved_config.KEY not in checkpoint:
-        remedy = "continue it for a step with ckpt_path, which saves one that does"
-        raise UserError.of(f"{path} does not hold the configuration that it was trained with", remedy)
-    config = saved_config.from_checkpoint(checkpoint, path)
-    rest = {key: checkpoint[key] for key in (saved_config.KEY, *parts) if key in checkpoint}
-    return Trained(path, config, checkpoint["state_dict"], checkpoint.get("training_step", {}), rest)
-
-
-def check(found: Trained) -> None:
-    """Raise CheckpointError for weights that are not of the model of the configuration."""
-    path, config, weights, *_ = found
+    checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY, *parts))
+    config = config or saved_config.from_checkpoint(checkpoint, path)
     try:
         block_spec(config.model)
     except ValueError as error:
         raise unreadable(path, f"its model does not fit together: {error}") from None
-    saved_config.check_size(config, dict(weights), path)
+    saved_config.check_size(config, checkpoint["state_dict"], path)
+    rest = {key: checkpoint[key] for key in (saved_config.KEY, *parts) if key in checkpoint}
+    return Trained(path, config, checkpoint["state_dict"], checkpoint.get("training_step", {}), rest)

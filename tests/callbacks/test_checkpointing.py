@@ -12,18 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.checkpoint import files, find, pointers
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.config.schema import CallbacksConfig
-from gpt2_fp8.runtime import collectives
 from tests.callbacks.tiny_run import At, run, two_ranks
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
@@ -189,23 +185,6 @@ def test_the_clock_is_asked_every_ten_steps_and_starts_again_with_each_checkpoin
     assert saved(tmp_path) == [20, 40, 45]  # 120 s after the start, and 120 s after that; 60 s are too few
 
 
-def test_the_writer_is_told_of_the_state_once_a_fit_after_its_first_step(tmp_path, monkeypatch):
-    """Before it there are no moments, and CUDA graphs may be recorded, which locking memory would spoil."""
-    told, prepare, save = [], Writer.prepare, Writer.save
-
-    def prepared(self, state):
-        weights, optimizer = state
-        told.append(("prepare", len(weights), sorted(optimizer["state"][0]), int(optimizer["state"][0]["step"])))
-        prepare(self, state)
-
-    monkeypatch.setattr(Writer, "prepare", prepared)
-    monkeypatch.setattr(Writer, "save", lambda self, *given: told.append("save") or save(self, *given))
-    run(tmp_path, max_steps=3, every=1, val=100)
-    run(tmp_path, max_steps=4, every=4, val=100)
-    moments = ["exp_avg", "exp_avg_sq", "step"]
-    assert told == [("prepare", 4, moments, 1), "save", "save", "save", ("prepare", 4, moments, 4), "save"]
-
-
 @BOTH
 def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
     """What the step waits for: the copy and the hand-over, or all of the writing."""
@@ -227,25 +206,6 @@ def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
     assert Checkpointing(tmp_path, 2, 1).stall.longest is None
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
     assert tiers.stall.longest == (3.0 if asynchronous else 13.0)
-
-
-def test_a_step_that_nothing_is_due_at_asks_nobody(tmp_path, monkeypatch):
-    """No collective in a step without a checkpoint: each is a wait for the slowest rank."""
-    calls = []
-    for name in ("broadcast", "barrier", "reduce_boolean_decision"):
-        original = getattr(SingleDeviceStrategy, name)
-
-        def counted(self, *args, original=original, name=name, **kwargs):
-            calls.append(name)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(SingleDeviceStrategy, name, counted)
-    any_rank = collectives.any_rank
-    monkeypatch.setattr(collectives, "any_rank", lambda flag: (calls.append("any_rank"), any_rank(flag))[1])
-    counts = []
-    look = [At("on_train_batch_start", step, lambda: counts.append(len(calls))) for step in (2, 19)]
-    run(tmp_path, max_steps=20, every=0, val=100, callbacks=look, every_minutes=1e9)
-    assert counts[1] - counts[0] == 1  # at step 10, for the time
 
 
 def test_a_best_that_could_not_be_written_is_forgotten_when_that_is_known(tmp_path, monkeypatch):
@@ -303,20 +263,6 @@ def test_a_state_that_no_checkpoint_can_keep_ends_the_run_at_the_next_step(tmp_p
     for asynchronous in (True, False):
         with pytest.raises(TypeError, match="a set"):
             run(tmp_path, max_steps=8, val=100, callbacks=[Odd()], asynchronous=asynchronous)
-
-
-def test_from_config_takes_every_key(tmp_path):
-    default = yaml.safe_load((CONF / "default.yaml").read_text())
-    config = CallbacksConfig(
-        **default
-        | {"checkpoint_every_n_steps": 3, "checkpoint_every_minutes": 4.5, "async_checkpoints": False}
-        | {"keep_checkpoints": 6, "keep_every_n_steps": 7}
-    )
-    tiers = Checkpointing.from_config(tmp_path, config)
-    writer = tiers.writer
-    intervals = tiers.intervals
-    assert (intervals.every_n_steps, intervals.every_minutes, intervals.kept.every_n_steps) == (3, 4.5, 7)
-    assert (writer.folder, writer.keep, writer.kept, writer.asynchronous) == (tmp_path, 6, intervals.kept, False)
 
 
 def test_what_is_saved_after_the_exception_is_written_too(tmp_path):

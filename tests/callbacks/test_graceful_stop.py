@@ -62,7 +62,9 @@ def hang_twice():
     print("the step goes on", flush=True)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_ends_a_process_whose_main_thread_runs_no_python(tmp_path, number, code):
     """As in the backward of a large model on a CPU; here for minutes."""
     program = (

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_fp8.callbacks import time_limit
-from gpt2_fp8.callbacks.time_limit import TimeLimit
+from gpt2_fp8.callbacks import graceful_stop
+from gpt2_fp8.callbacks.graceful_stop import TimeLimit
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.runtime import collectives
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
@@ -23,7 +23,7 @@ def clock(monkeypatch):
         clock.now += 1
         ended(self, *arguments)
 
-    monkeypatch.setattr(time_limit, "time", clock)
+    monkeypatch.setattr(graceful_stop, "time", clock)
     monkeypatch.setattr(TimeLimit, "on_train_batch_end", on_train_batch_end)
     return clock
 

@@ -29,7 +29,7 @@ from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
-from gpt2_fp8.train.loggers import build_loggers
+from gpt2_fp8.train.loggers import build_files
 from tests import forkserver
 from tests.ports import free_port
 
@@ -172,7 +172,7 @@ def run(
             log_every_n_steps=1,
             plugins=[FolderCheckpointIO()],
             callbacks=[tiers, stop, *callbacks],
-            logger=build_loggers(LoggerConfig(tensorboard=True, csv=True), folder, step),
+            logger=build_files(LoggerConfig(tensorboard=True, csv=True), folder, step),
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,

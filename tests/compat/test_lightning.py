@@ -15,10 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from gpt2_fp8.compat import lightning_logging, lightning_loops, lightning_process
-from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
 
 
 class Module(LightningModule):
@@ -200,33 +198,6 @@ def test_a_launcher_that_forks_is_known(tmp_path):
 
 
 # ---- lightning_logging -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_lightnings_writer_deletes_the_file_and_the_keeping_one_does_not(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step\n1\n")
-    writer = KeepingWriter(str(tmp_path))
-    assert writer.metrics_file_path == str(tmp_path / "metrics.csv")
-    assert (tmp_path / "metrics.csv").read_text() == "step\n1\n"
-    ExperimentWriter(str(tmp_path))
-    assert not (tmp_path / "metrics.csv").exists()
-
-
-def test_a_csv_logger_takes_the_writer_that_it_is_given(tmp_path):
-    made = []
-
-    class Own(CSVLoggerOf):
-        def make_writer(self):
-            made.append(KeepingWriter(str(tmp_path)))
-            return made[-1]
-
-    logger = Own(tmp_path, name=None, version="", flush_logs_every_n_steps=1)
-    assert made == [], "not before the first row"
-    logger.log_metrics({"loss": 1.0}, step=1)
-    logger.log_metrics({"loss": 2.0}, step=2)
-    assert len(made) == 1
-    assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "1.0,1", "2.0,2"]
-    assert isinstance(logger, CSVLogger)
 
 
 def test_flush_has_every_logger_write_what_it_holds(tmp_path):

@@ -17,7 +17,8 @@ from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import spool
 from gpt2_fp8.runtime.spool import Spool
 from gpt2_fp8.train import metrics_csv
-from gpt2_fp8.train.loggers import MetricsFile, build_loggers
+from gpt2_fp8.train.loggers import MetricsFile, build_files
+from gpt2_fp8.train.tensorboard import is_known
 from tests import forkserver
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, summary, train
@@ -69,7 +70,7 @@ def test_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
 def test_a_row_that_the_kill_tore_is_dropped(tmp_path: Path, torn: bytes) -> None:
     for resume, steps in ((None, range(1, 8)), (4, range(5, 10))):
         time.sleep(1 if resume else 0)  # files are read in the order of their names, which have the second in them
-        loggers = build_loggers(BOTH, tmp_path, resume)
+        loggers = build_files(BOTH, tmp_path, resume)
         for step in steps:
             for logger in loggers:
                 logger.log_metrics({"train_loss": 1 / step}, step=step)
@@ -87,9 +88,7 @@ ROWS = b"1,2.5,\r\n2,2.25,2.0\r\n"
 DAMAGES = {
     "bytes": b"\xff" * 9 + b"\n",
     "another table": b"a,b\n1,2\n",
-    "a column that no run has": HEADER.replace(b"train", b"strain") + ROWS,
     "zeros, as a power cut leaves": HEADER + ROWS + bytes(4096) + b"\r\n",
-    "a value that is no number": HEADER + ROWS + b"3,0/5,\r\n",
     "a field too many": HEADER + ROWS + b"3,1,2,3\r\n",
 }
 
@@ -103,8 +102,9 @@ def test_a_damaged_log_is_put_aside_whole(tmp_path: Path, damage: str, caplog: p
     assert "is damaged (" in caplog.text
 
 
-def test_its_rows_are_read_up_to_the_damage(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_bytes(HEADER + ROWS + b"x\r\n")
+@pytest.mark.parametrize("damage", [b"x\r\n", b"3,,0/5\r\n"])
+def test_its_rows_are_read_up_to_the_damage(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "metrics.csv").write_bytes(HEADER + ROWS + damage)
     found = metrics_csv.read(tmp_path / "metrics.csv", ["val_loss"])
     assert found.rows == [{"step": 2, "val_loss": 2.0}]
     assert found.damage
@@ -113,7 +113,9 @@ def test_its_rows_are_read_up_to_the_damage(tmp_path: Path) -> None:
 def test_a_run_logs_columns_that_its_log_may_have(tmp_path: Path) -> None:
     train(tmp_path / "run", "trainer.max_steps=8")
     with (tmp_path / "run/metrics.csv").open() as file:
-        assert metrics_csv.COLUMNS >= set(next(csv.reader(file))) >= {"train_loss", "val_loss", "tokens_per_second"}
+        columns = set(next(csv.reader(file))) - {"step"}
+    assert all(map(is_known, columns))
+    assert columns >= {"train_loss", "val_loss", "tokens_per_second"}
     train(tmp_path / "run", "trainer.max_steps=9", "ckpt_path=last")
     assert not list((tmp_path / "run").glob("*.aside-*"))
 

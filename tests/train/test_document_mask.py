@@ -38,7 +38,10 @@ def words(tmp_path):
     "options",
     [
         ["precision=bf16"],
-        ["precision=fp32", "attention=sdpa", "activation_checkpointing=full", "model.dropout=0.1"],
+        pytest.param(
+            ["precision=fp32", "attention=sdpa", "activation_checkpointing=full", "model.dropout=0.1"],
+            marks=pytest.mark.slow,
+        ),
         ["precision=fp8_hybrid", "precision.backend=emulated"],
     ],
     ids=" ".join,

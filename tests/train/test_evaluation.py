@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gpt2_fp8 import evaluate, load_config
+from gpt2_fp8 import evaluate
 from gpt2_fp8.compose import evaluation
 from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.config.programs import EvaluateConfig, Item, read_ranking
@@ -140,23 +140,10 @@ def test_any_precision(run: Path, words: list[str], ran: str) -> None:
     assert 0 < abs(found["loss"] - plain["loss"]) < 0.02 * plain["loss"]
 
 
-def test_the_kernel_of_attention_can_be_asked_for(run: Path) -> None:
-    found = evaluated(f"ckpt_path={run}", "precision=fp32", "attention=math")
-    assert found["kernels"]["attention"] == "torch's unfused kernel, as asked"
-    assert found["reason"] is None
-
-
 def test_delayed_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     """A run in FP8, emulated: its own last loss again, by the scales that it ended with."""
     train(tmp_path / "fp8", "precision.backend=emulated", "recipe=delayed")
     assert evaluated("ckpt_path=fp8")["loss"] == summary(tmp_path / "fp8")["last_val_loss"]
-
-
-def test_another_micro_batch_changes_rounding_alone(run: Path) -> None:
-    """Also one by which the run's steps could not be divided."""
-    plain, found = (evaluated(f"ckpt_path={run}", *words) for words in ([], ["micro_batch_size=3"]))
-    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    assert found["sequences"] == plain["sequences"]
 
 
 def test_a_mixture_is_evaluated_source_by_source(run: Path) -> None:
@@ -326,24 +313,6 @@ def test_a_bad_line_is_named_by_its_number(line: str) -> None:
     assert problem.cause.startswith("ranking=bad.jsonl, line 2: ")
 
 
-def test_the_folder_of_out_is_made(run: Path) -> None:
-    assert evaluate.main([f"ckpt_path={run}", "data.val_sequences=1", "out=not/there/result.json"]) == 0
-    assert json.loads(Path("not/there/result.json").read_text())["sequences"] == 1
-
-
-def test_byte_order_marks_are_no_part_of_a_line() -> None:
-    Path("marked.jsonl").write_text("".join(f"\ufeff{json.dumps(item)}\r\n" for item in ITEMS), newline="")
-    problems: list[Any] = []
-    assert read_ranking("marked.jsonl", problems) == read_ranking("items.jsonl", problems)
-    assert problems == []
-
-
-def test_everything_is_said_at_once(run: Path, capsys: Any) -> None:
-    words = ["data=stdlip", "precision=fp16", "model=gpt2", "seed=1", "out=/", "ranking=gone", "micro_batch_size=0"]
-    assert evaluate.main([f"ckpt_path={run}", *words]) == 2
-    assert capsys.readouterr().err.count("error: ") == len(words)
-
-
 def test_a_strangers_configuration_runs_no_code_and_reads_no_environment(run: Path) -> None:
     """Plug-ins, callbacks and `${...}` that a checkpoint holds are left out, or stay text."""
     config = trained.load(str(run), "last").config
@@ -367,13 +336,6 @@ def test_ctrl_c_ends_with_its_own_code(run: Path, monkeypatch: Any) -> None:
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
     assert not Path("result.json").exists()
-
-
-def test_a_choice_is_what_a_run_has_but_for_the_tokenizer(run: Path) -> None:
-    request = evaluation.read_words([f"ckpt_path={run}", "data=fineweb", "precision=bf16", "data.val_sequences=5"])
-    made = evaluation.configuration(request, trained.load(str(run), "last").config)
-    asked = load_config("data=fineweb", "data.val_sequences=5", "data.tokenizer=bytes", "precision=bf16")
-    assert (made.data, made.precision) == (asked.data, asked.precision)
 
 
 @pytest.mark.parametrize("words", [[], ["precision=bf16"], ["precision=fp8_hybrid", "precision.backend=te"]])

@@ -212,16 +212,3 @@ def test_samples_are_drawn_in_bf16(tmp_path, monkeypatch):
     train(tmp_path / "bf16", *IN_BF16, *words)
     train(tmp_path / "plain", "precision=bf16", *words)
     assert drawn[0] == drawn[1]
-
-
-def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train(tmp_path, "precision=fp8_hybrid", "trainer.max_steps=2")
-    (said,) = [message for message in caplog.messages if message.startswith("precision ")]
-    assert "evaluation" not in said
-
-
-def test_the_log_says_it(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train(tmp_path, *IN_BF16, "trainer.max_steps=2")
-    assert "precision  fp8_hybrid, recipe delayed, evaluation bf16" in caplog.messages

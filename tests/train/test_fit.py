@@ -13,7 +13,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.train import build, fit
+from gpt2_fp8.train import build, loading
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
 from tests.runs import (
@@ -68,7 +68,7 @@ def test_a_folder_that_another_run_took_after_the_command_line_was_checked_is_le
     train_until(4, folder)
     saved = read_weights(checkpoint(folder, 4))
     with pytest.raises(UserError, match="already holds a run, saved up to step-00000004"):
-        fit.run(config, folder, ["run_name=run"])
+        loading.train(config, folder, words=["run_name=run"])
     assert [path.name for path in folder.glob("checkpoints/step-*")] == ["step-00000004"]
     assert summary(folder)["steps"] == 4
     after = read_weights(checkpoint(folder, 4))
@@ -155,9 +155,9 @@ def proposed(output):
     "words",
     [
         [],
-        ["optim.schedule=warmup_stable_decay", "optim.decay_steps=4"],
+        pytest.param(["optim.schedule=warmup_stable_decay", "optim.decay_steps=4"], marks=pytest.mark.slow),
         ["optimizer=muon", "optimizer.matrix_lr=0.02"],
-        ["optim.schedule=constant", "optim.min_lr_ratio=1"],
+        pytest.param(["optim.schedule=constant", "optim.min_lr_ratio=1"], marks=pytest.mark.slow),
     ],
     ids=["cosine", "stable", "muon", "constant"],
 )
@@ -397,7 +397,7 @@ def test_what_a_run_logs_by_its_module_is_on_the_host(tmp_path, monkeypatch):
     assert set(seen) == {(name, "cpu") for name in ("train_loss", "tokens_per_second", "val_loss")}
 
 
-@pytest.mark.parametrize("owner", [GPT2Module, Samples], ids=["the module's", "a callback's"])
+@pytest.mark.parametrize("owner", [GPT2Module, pytest.param(Samples, marks=pytest.mark.slow)])
 def test_a_hook_around_a_backward_can_read_the_step_before(tmp_path, monkeypatch, owner):
     """Then no gradient is computed before that step is settled. The run is the same."""
     words = ["trainer.log_every_n_steps=100", "callbacks.sample_tokens=3"]

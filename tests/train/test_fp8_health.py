@@ -5,9 +5,8 @@ import csv
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt2_fp8 import compose
 from gpt2_fp8.engine import training_step
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, recorded, train, train_until
+from tests.runs import assert_same_checkpoint, checkpoint, metrics, recorded, train, train_until
 
 pytestmark = pytest.mark.whole
 FP8 = ["precision.backend=emulated", "callbacks.fp8_health_every_n_steps=3"]
@@ -158,16 +157,3 @@ def test_an_error_in_looking_does_not_end_a_run(tmp_path, monkeypatch, caplog, b
     assert_same_checkpoint(checkpoint(tmp_path / "on", 12), checkpoint(tmp_path / "off", 12))
     said = [message for message in caplog.messages if "FP8's health is not watched" in message]
     assert said == ["step 1: FP8's health is not watched from here on (AssertionError: of a library); training goes on"]
-
-
-def test_a_typed_interval_holds_whatever_a_pass_takes(tmp_path, monkeypatch, caplog):
-    from gpt2_fp8.train.fit import run
-
-    caplog.set_level("INFO")
-    monkeypatch.setattr("gpt2_fp8.callbacks.fp8_health.COST", 1e-9)
-    words = [*SMALL, *FP8, "run_name=typed"]
-    (config,) = compose.preflight(words)
-    (tmp_path / "typed").mkdir()
-    run(config, tmp_path / "typed", words)
-    assert steps(tmp_path / "typed") == [1, 3, 6, 9, 12]
-    assert caplog.text.count("one every 3 steps, as typed, is ") == 1

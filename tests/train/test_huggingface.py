@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gpt2_fp8 import compose, export, generate, import_hf
-from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.errors import UserError
@@ -22,8 +22,9 @@ from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2, initialise
-from gpt2_fp8.train import first_weights, hf_export, model_card
+from gpt2_fp8.train import hf_export, hf_import
 from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.trained import Trained
 from tests.common import CONFIG
 from tests.data.tokenizers_made import write_json
 from tests.runs import checkpoint, train
@@ -102,7 +103,7 @@ def test_logits_of_a_folder_are_transformers_and_go_back_bit_for_bit(tmp_path: P
     assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 1
     model = expressed(tmp_path / "in")
     assert list(hf_config.check_model(model, None, tmp_path / "in")) == []
-    weights = first_weights.read(tmp_path / "in", model, IDS)
+    weights = hf_import.read_weights(tmp_path / "in", model, IDS)
     assert apart(built(model, weights), theirs) < BOUND
     write_checkpoint(tmp_path / "own", model, weights)
     assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
@@ -129,7 +130,7 @@ def test_transformers_computes_an_exported_model_alike(tmp_path: Path, name: str
     assert not any(told.values()), told
     assert apart(ours, theirs.eval()) < BOUND
     assert list(hf_config.check_model(model, IDS, tmp_path / "out")) == []
-    again = first_weights.read(tmp_path / "out", model, IDS)
+    again = hf_import.read_weights(tmp_path / "out", model, IDS)
     assert again.keys() == ours.state_dict().keys()
     assert all(torch.equal(again[key], value) for key, value in ours.state_dict().items())
 
@@ -165,7 +166,7 @@ def test_the_first_gpt2_folders_are_read(tmp_path: Path, dtype: torch.dtype) -> 
     save_file({key: value.clone() for key, value in (stored | masks).items()}, tmp_path / "model.safetensors")
     edited(tmp_path, tie_word_embeddings="gone", layer_norm_epsilon=1e-3)
     model = expressed(tmp_path)
-    assert apart(built(model, first_weights.read(tmp_path, model, IDS)), theirs) < BOUND
+    assert apart(built(model, hf_import.read_weights(tmp_path, model, IDS)), theirs) < BOUND
 
 
 def test_a_configuration_of_before_transformers_5_says_the_same(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path, dtype
     save_theirs(tmp_path, "Qwen3").to(dtype).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     model = expressed(tmp_path)
-    weights = first_weights.read(tmp_path, model, IDS)
+    weights = hf_import.read_weights(tmp_path, model, IDS)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert apart(built(model, weights), theirs.eval()) < BOUND
 
@@ -295,7 +296,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     def refused(weight_map: Any) -> str:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CheckpointError) as caught:
-            first_weights.read(tmp_path, model, IDS)
+            hf_import.read_weights(tmp_path, model, IDS)
         return str(caught.value)
 
     names = index["weight_map"]
@@ -328,7 +329,6 @@ def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"n_head": 3}, "its model does not fit together: 3 heads do not share 32 channels"),
         ({"norm": "rms_norm"}, "GPT2LMHeadModel, the nearest, has no RMSNorm, always LayerNorm"),
         ({"bias": False}, "GPT2LMHeadModel, the nearest, has always biases"),
         ({"n_kv_head": 2}, "GPT2LMHeadModel, the nearest, has no grouped-query attention"),
@@ -338,11 +338,15 @@ def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_no_class_computes_is_not_exported(tmp_path: Path, changes: Any, cause: str, capsys: Any) -> None:
-    model = replace(CONFIG, vocab_size=IDS, **changes)
-    write_checkpoint(tmp_path / "own", model, {})
+def test_a_model_that_no_class_computes_is_not_exported(changes: Any, cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        hf_export.choose_architecture(replace(CONFIG, vocab_size=IDS, **changes), Path("x"))
+
+
+def test_a_model_that_does_not_fit_together_is_not_exported(tmp_path: Path, capsys: Any) -> None:
+    write_checkpoint(tmp_path / "own", replace(CONFIG, vocab_size=IDS, n_head=3), {})
     assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 2
-    assert cause in capsys.readouterr().err
+    assert "3 heads do not share 32 channels" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -452,11 +456,20 @@ def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_pa
     assert "is not what it was when the run was trained" in capsys.readouterr().err
 
 
-def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
-    (config,) = compose.preflight(["run_name=r", "data=fineweb"])
+def card(folder: Path, *words: str, ran: Any = "fp8_hybrid", name: str = "tiny", license_id: str | None = None) -> str:
+    """The card of a checkpoint of step 12 with a loss of 2, whose last 4 steps were in bf16."""
+    (config,) = compose.preflight(["run_name=r", *words])
+    config = replace(config, model=replace(config.model, name=name))
+    files.write(folder / "step-00000012", {"global_step": 12, "state_dict": {}})
+    pointers.note(folder, pointers.Pointer("step-00000012", 12, 2.0))
+    parts = {"hyper_parameters": {"init_from": name}, "precision": {"ran": ran} if ran else None}
+    found = Trained(folder / "step-00000012", config, {}, {"last_in_bf16": 4}, parts)
+    return hf_export.model_card(found, 2, "X", license_id)
+
+
+def test_a_card_of_a_strangers_checkpoint_is_text_alone(tmp_path: Path) -> None:
     odd = "a|b<script>\n- evil\x1b[31m"
-    config = replace(config, model=replace(config.model, name=odd))
-    text = model_card.card(config, model_card.About(1, 2, 1e9, {"ran": odd}, {odd: odd}, odd), "X")
+    text = card(tmp_path, "data=fineweb", ran=odd, name=odd)
     assert "\x1b" not in text
     assert "<script>" not in text
     assert '\ndatasets:\n- "HuggingFaceFW/fineweb-edu"\n---\n' in text
@@ -467,47 +480,23 @@ def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "ran", "expected"),
     [
-        (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fp8_hybrid", "fp8_hybrid"),
-        (["precision=fp8_hybrid"], "fp8_hybrid", "bf16"),
-        (["precision=fp8_hybrid"], "fp32", "fp32"),
-        (["precision=bf16"], "bf16", "bf16"),
+        (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fp8_hybrid", ", computed in fp8_hybrid"),
+        (["precision=fp8_hybrid"], "fp8_hybrid", ", computed in bf16"),
+        (["precision=fp8_hybrid"], "fp32", ", computed in fp32"),
+        (["precision=bf16"], "", ""),
     ],
 )
-def test_a_card_says_in_what_the_loss_was_computed(words: list[str], ran: str, expected: str) -> None:
+def test_a_card_says_in_what_the_loss_was_computed(tmp_path: Path, words: list[str], ran: str, expected: str) -> None:
     """The exported weights have another loss than a validation in FP8: no FP8 is in it."""
-    (config,) = compose.preflight(["run_name=r", *words])
-    text = model_card.card(config, model_card.About(1, 2, 2.0, {"ran": ran}, {}), "X")
-    assert f"| validation loss | 2.0000 nats a token, perplexity 7.39, computed in {expected} |" in text
-    assert "perplexity 7.39 |" in model_card.card(config, model_card.About(1, 2, 2.0, {}, {}), "X")
-
-
-@pytest.mark.parametrize(
-    ("last", "said"), [(4, ", the last 4 steps in bf16"), (1, ", the last 1 step in bf16"), (0, "")]
-)
-def test_a_card_says_how_many_steps_of_a_run_in_fp8_were_in_bf16(last: int, said: str) -> None:
-    (config,) = compose.preflight(["run_name=r"])
-    about = model_card.About(12, 2, None, {"ran": "fp8_hybrid"}, {}, last_in_bf16=last)
-    assert f"| precision | fp8_hybrid{said} |" in model_card.card(config, about, "X")
-
-
-@pytest.mark.parametrize("odd", ["4", -3, 0, True, 13, 1.5, None])
-def test_a_card_does_not_show_what_is_no_count_of_steps(odd: Any) -> None:
-    assert hf_export._last_in_bf16({"last_in_bf16": odd}, 12) == 0
-    assert hf_export._last_in_bf16({"last_in_bf16": 12}, 12) == 12
-    assert hf_export._last_in_bf16([odd], 12) == 0
-
-
-def test_a_card_has_the_license_that_was_given() -> None:
-    (config,) = compose.preflight(["run_name=r"])
-    about = model_card.About(1, 2, None, {}, {})
-    assert "license" not in model_card.card(config, about, "X")
-    text = model_card.card(config, about._replace(license_id="apache-2.0"), "X")
+    text = card(tmp_path, *words, ran=ran, license_id="apache-2.0")
+    assert f"| validation loss | 2.0000 nats a token, perplexity 7.39{expected} |" in text
+    assert ("| precision | fp8_hybrid, the last 4 steps in bf16 |" in text) == (ran == "fp8_hybrid")
     assert text.startswith('---\nlicense: "apache-2.0"\nlibrary_name: transformers\n')
 
 
 def test_the_export_chooses_by_the_block() -> None:
     keys: dict[str, Any] = {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "bias": False}
-    chosen = {name: hf_export.chosen(replace(CONFIG, **changes), Path("x")).name for name, changes in {
+    chosen = {name: hf_export.choose_architecture(replace(CONFIG, **changes), Path("x")).name for name, changes in {
         "gpt2": {}, "dropout": {"dropout": 0.1}, "llama": keys, "qwen3": keys | {"qk_norm": True},
     }.items()}  # fmt: skip
     assert list(chosen.values()) == ["GPT2LMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]

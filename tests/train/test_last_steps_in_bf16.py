@@ -4,7 +4,6 @@ import csv
 import math
 
 import pytest
-import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
@@ -59,7 +58,7 @@ def test_the_last_steps_do_change_something(last, tmp_path):
     assert all(one[2] != other[2] for one, other in zip(in_fp8[8:], steps[8:], strict=True))
 
 
-@pytest.mark.parametrize("until", [8, 9, 11], ids=["before it", "after its first step", "before its last"])
+@pytest.mark.parametrize("until", [8, pytest.param(9, marks=pytest.mark.slow), 11])
 def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, caplog, until):
     steps, folder = last
     here = record_steps(monkeypatch)
@@ -198,6 +197,7 @@ def test_a_run_that_goes_back_from_there_stays_in_fp8(tmp_path):
     assert passes.passes == [(13, "fp8"), (14, "fp8"), *((step, "bf16") for step in range(15, 19))]
 
 
+@pytest.mark.slow
 def test_two_processes_begin_it_together(tmp_path):
     words = [*BATCH, *EMULATED_FP8[:2], "precision.bf16_last_steps=4", "trainer.val_check_interval=12", "optim.lr=1e-4"]
     train(tmp_path / "one", *words)
@@ -207,27 +207,6 @@ def test_two_processes_begin_it_together(tmp_path):
     ours, theirs = (metrics(tmp_path / of) for of in ("outputs/two", "one"))
     assert list(ours["train_loss"].values()) == pytest.approx(list(theirs["train_loss"].values()), rel=1e-4)
     assert list(ours["fp8/scale_weight"]) == [*range(1, 9)]
-
-
-def test_it_is_said_where_it_begins_and_in_the_first_lines(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train(tmp_path, *LAST)
-    assert "precision  fp8_hybrid, recipe delayed, evaluation bf16, last 4 steps bf16" in caplog.messages
-    (said,) = [message for message in caplog.messages if "precision.bf16_last_steps" in message]
-    assert said == "step 9 and all after it compute in bf16 (precision.bf16_last_steps)"
-
-
-def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train(tmp_path, "precision=fp8_hybrid", "precision.bf16_last_steps=4")
-    assert not [message for message in caplog.messages if "last 4 steps" in message or "bf16_last_steps" in message]
-    assert len(metrics(tmp_path)["train_loss"]) == 12
-
-
-def test_one_step_that_tries_everything_is_in_fp8(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train(tmp_path, *EMULATED_FP8, "precision.bf16_last_steps=11", "trainer.fast_dev_run=true")
-    assert not [message for message in caplog.messages if "compute in bf16" in message]
 
 
 @pytest.mark.parametrize(
@@ -265,20 +244,6 @@ def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, exp
     for _ in range(2):
         step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many=True)
     assert len(made) == expected
-
-
-@pytest.mark.parametrize(("many", "expected"), [(False, 0), (True, 1)])
-def test_a_smaller_size_is_compiled_anew(monkeypatch, many, expected):
-    """Else torch would compile it for any size, which is slower."""
-    reset = []
-    monkeypatch.setattr(gradients, "compiled", lambda loss_of, options=None: loss_of)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: reset.append(1))
-    step = training_step(*LAST, "trainer.max_steps=8")
-    step.plan.backend.compiled = False
-    monkeypatch.setattr(type(step.plan.backend), "compiles_plain", True)
-    step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many)
-    step._gradients.discard()
-    assert len(reset) == expected
 
 
 def test_the_size_that_fits_in_bf16_is_continued_with():

@@ -61,6 +61,7 @@ def test_its_configuration_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert saved.data == asked.data
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_the_mixture_of_one(tmp_path: Path) -> None:
     words = [*MIXED, "micro_batch_size=2"]
     done = forked(*words, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=two", cwd=tmp_path)

@@ -8,7 +8,7 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.saved_config import from_checkpoint, to_plain, with_model_options
+from gpt2_fp8.train.saved_config import from_checkpoint, to_plain, with_defaults
 from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train, train_until
 
 OPTIONS = [
@@ -46,6 +46,7 @@ def test_three_legs_give_what_one_gives(tmp_path, monkeypatch, words):
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_two_ranks_train_as_one_and_write_text(tmp_path):
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2"]
     sampled = ["callbacks.sample_tokens=8"]
@@ -87,7 +88,7 @@ def test_a_checkpoint_from_before_the_options_is_gpt2s(tmp_path):
     for name in later:
         del plain["model"][name]
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path).model == config.model
-    assert ModelConfig(**with_model_options(plain["model"])) == config.model
+    assert ModelConfig(**with_defaults(ModelConfig, plain["model"])) == config.model
 
 
 @pytest.mark.parametrize("ran", ["fp8_hybrid", "bf16", "fp32"])

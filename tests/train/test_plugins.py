@@ -55,6 +55,7 @@ def test_two_ranks_with_workers_run_the_documents_code(here):
     assert (told["tags"], told["notes"]) == ({"purpose": "test", "round": 2}, "for the record")
 
 
+@pytest.mark.slow
 def test_the_benchmarks_child_imports_them(here):
     (config,) = preflight(
         [*SMALL, "plugins=[my_module]", "data=registered", "data.source=poems", "data.tokenizer=bytes"]

@@ -19,14 +19,12 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-import gpt2_fp8
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
@@ -152,11 +150,6 @@ print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gp
     assert done.stdout.splitlines()[-1] == "False False True"
 
 
-def test_a_name_that_is_not_public_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
-        gpt2_fp8.Trainer  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("words", "causes"),
     [
@@ -202,14 +195,9 @@ def test_every_step_has_its_losses(whole):
     [
         ({"max_epochs": 3}, "max_epochs=3", "trainer.max_steps=36"),
         ({"max_steps": 13}, "max_steps=13", "trainer.max_steps=13"),
-        ({"min_steps": 20}, "min_steps=20", "trainer.max_steps"),
-        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5", "optim.max_grad_norm=0.5"),
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2", "global_batch_size"),
-        ({"overfit_batches": 2}, "overfit_batches=2", "trainer.overfit_batches=2"),
         ({"precision": "bf16-mixed"}, "'bf16-mixed'", "FP8Precision.from_config(config)"),
-        ({"callbacks": [WeightAveraging()]}, "[WeightAveraging(...)]", "leave it out"),
-        ({"callbacks": EMAWeightAveraging()}, "[EMAWeightAveraging(...)]", "leave it out"),
-        ({"callbacks": [StochasticWeightAveraging(0.01)]}, "[StochasticWeightAveraging(...)]", "leave it out"),
+        ({"callbacks": EMAWeightAveraging()}, "EMAWeightAveraging", "leave it out"),
+        ({"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging", "leave it out"),
     ],
 )
 def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause, remedy):
@@ -268,14 +256,13 @@ def test_a_process_may_see_the_one_gpu_that_it_was_given(config, tmp_path, monke
 
 def test_all_contradictions_are_told_at_once(config, tmp_path):
     other = load_config(*WORDS, "seed=2", "model.n_positions=16")
-    made = trainer(config, tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    made = trainer(config, tmp_path, max_epochs=2)
     with pytest.raises(UserError) as caught:
         made.fit(GPT2Module(other), datamodule=TokenDataModule.from_config(config))
     text = str(caught.value)
     for part in (
         "FP8Precision is of another",
         "max_epochs=2",
-        "accumulate_grad_batches=2",
         "data module is of another",
     ):
         assert part in text
@@ -325,28 +312,16 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
         fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
 
 
-def test_pickles_are_refused(config, whole, tmp_path):
-    folder, precision = whole.checkpoints / "epoch=0-step=8.ckpt", FP8Precision.from_config(config)
+@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["none", "asynchronous"])
+def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole, tmp_path, plugins):
     quiet = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    data = TokenDataModule.from_config(config)
-    add = "add FolderCheckpointIO\\(\\) to Trainer"
-    with pytest.raises(UserError, match=f"would be pickles.*\\n.*{add}"):
-        Trainer(plugins=[precision], **quiet).fit(GPT2Module(config), datamodule=data)
-    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
-    with pytest.raises(UserError, match=f"step=8.ckpt would be read as a pickle.*\\n.*{add}"):
-        made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
-    with pytest.raises(UserError, match=f"would be read as a pickle.*\\n.*{add}"):
-        made.validate(GPT2Module(config), datamodule=data, ckpt_path=folder)
-    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
-    made.fit(GPT2Module(config), datamodule=data)
-    with pytest.raises(UserError, match=f"would be a pickle.*\\n.*{add}"):
-        made.save_checkpoint(tmp_path / "own.ckpt")
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    wrapped = AsyncCheckpointIO(FolderCheckpointIO())
-    from_start = TokenDataModule.from_config(config)
-    Trainer(plugins=[precision, wrapped], max_steps=1, **quiet).fit(GPT2Module(config), datamodule=from_start)
+    made = Trainer(plugins=[FP8Precision.from_config(config), *plugins], max_steps=9, **quiet)
+    data, folder = TokenDataModule.from_config(config), whole.checkpoints / "epoch=0-step=8.ckpt"
+    made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
     (written,) = tmp_path.rglob("*.ckpt")
-    assert same(GPT2Module.load_from_checkpoint(written), made.lightning_module)
+    loaded = GPT2Module.load_from_checkpoint(written)
+    assert same(loaded, made.lightning_module)
+    assert same(loaded, files.read(whole.checkpoints / "epoch=0-step=9.ckpt")["state_dict"])
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
@@ -438,16 +413,15 @@ def test_load_from_checkpoint_takes_what_lightnings_takes(whole):
     assert theirs == [*["cls", *inspect.signature(load).parameters][:-1], "kwargs"]
     for module in (load(folder, None, None, True, True), load(folder, weights_only=False, strict=None)):
         assert same(module, whole.module)
-    with pytest.raises(UserError) as caught:
-        load(folder, hparams_file="hparams.yaml", strict=False)
-    assert [problem.cause.partition(":")[0] for problem in caught.value.problems] == ["hparams_file", "strict=False"]
+    for refused in ({"hparams_file": "hparams.yaml"}, {"strict": False}):
+        with pytest.raises(UserError, match=next(iter(refused))):
+            load(folder, **refused)
 
 
 def test_a_checkpoint_that_is_not_there_is_no_matter_of_a_command_line(tmp_path):
     with pytest.raises(UserError, match="there is no such folder") as caught:
         GPT2Module.load_from_checkpoint(tmp_path / "nope")
     assert "ckpt_path" not in str(caught.value)
-    assert "GPT2Module.load_from_checkpoint(FOLDER)" in str(caught.value)
 
 
 def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):

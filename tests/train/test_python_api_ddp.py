@@ -17,7 +17,6 @@ from pathlib import Path
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
-from gpt2_fp8.config.errors import UserError
 
 WORDS = {words}
 
@@ -36,10 +35,6 @@ def main():
     made.fit(module, datamodule=data)
     told["fit"] = module.val_loss
     told["validate"] = made.validate(module, datamodule=data, verbose=False)[0]["val_loss"]
-    try:
-        trainer(config, devices=1).validate(module, datamodule=data, verbose=False)
-    except UserError as error:
-        told["refused"] = str(error)
     module = GPT2Module(config)
     last = trainer(config, callbacks=[ModelCheckpoint("last", filename="{{step}}", save_last=True)], **two)
     last.fit(module, datamodule=TokenDataModule.from_config(config), ckpt_path="own/step=6.ckpt")
@@ -92,17 +87,3 @@ def test_every_rank_has_the_validation_loss_of_all(folder):
     assert one == other
     assert one["fit"] == one["validate"]
     assert one["resumed"] == pytest.approx(losses[12], rel=1e-6)
-
-
-def test_a_trainer_of_one_process_is_refused_between_them(folder):
-    for rank in told(folder):
-        assert "the Trainer's world_size is 1, and the text is divided by 2 already" in rank["refused"]
-        assert "a script of its own" in rank["refused"]
-
-
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_forks_are_refused_before_a_step(tmp_path, strategy):
-    done = script(tmp_path, strategy)
-    assert done.returncode == 1
-    assert "fix: Trainer(strategy='ddp') in a script; in a notebook, devices=1" in done.stderr
-    assert os.listdir(tmp_path) == ["own.py"]

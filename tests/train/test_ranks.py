@@ -64,7 +64,7 @@ def lost():
 SLOW_SUMMARY = """
 write = Summary.write
 def slow_write(self, folder):
-    time.sleep(6)
+    time.sleep(3)
     return write(self, folder)
 
 Summary.write = slow_write
@@ -118,7 +118,7 @@ def test_two_processes_compute_what_one_does(one, two):
     assert_equal_but_for_rounding(the_run(two[0]), one)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_two_processes_compute_in_fp8_what_one_does(tmp_path, recipe):
     """At a low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference."""
     fp8 = [
@@ -183,6 +183,7 @@ def test_gradients_are_exchanged_once_a_step(two):
     assert not (two[0] / "exchanged-in-a-backward").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_continues_with_two(tmp_path, one):
     train_until(4, tmp_path / "outputs/run", *BATCH)
     (tmp_path / "mine").mkdir()
@@ -211,10 +212,10 @@ def test_torchrun_needs_no_key(tmp_path, two):
     assert_same_numbers(the_run(tmp_path), two)
 
 
-@pytest.mark.parametrize("place", [[], ["--standalone"]], ids=["static", "standalone"])
-def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one, place):
+@pytest.mark.slow
+def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one):
     """Without a name, and without ckpt_path: the agent gives the same command again."""
-    options = [*AGENT, "--max-restarts", "1", *place]
+    options = [*AGENT, "--max-restarts", "1", "--standalone"]
     code, output = finish(torchrun(tmp_path, options, *WORDS, patch=fault(1, 7, "SIGKILL")))
     assert code == 0, output
     assert "launcher   torchrun: 2 processes, started again\n" in output
@@ -222,6 +223,7 @@ def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one,
     assert_equal_but_for_rounding(the_run(tmp_path), one)
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_refused_again_where_the_agent_starts_it_again(tmp_path):
     """The folder is another run's: it is not continued because an agent has counted a failure."""
     train_until(4, tmp_path / "outputs/run", *BATCH)
@@ -270,6 +272,7 @@ def elastic(cwd, port, is_first):
     return start(cwd, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
+@pytest.mark.slow
 def test_a_node_joins(tmp_path, one):
     """The agent ends the running process by SIGTERM, which saves; both then go on as two, without `ckpt_path`."""
     port = free_port()
@@ -319,6 +322,7 @@ def test_a_mistake_is_said_once_before_torch(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_ends_the_others(tmp_path, rank):
     patch = fault(rank, 9, 'raise RuntimeError("the roof fell in")')
@@ -342,7 +346,7 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
     assert "rank 1 failed: RuntimeError: the roof fell in" in summary(tmp_path / "outputs/run")["message"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one, rank):
     code, output = run(tmp_path, *TWO, "run_name=run", patch=fault(rank, 7, "SIGKILL"))
     assert code == 1, output
@@ -353,7 +357,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
-@pytest.mark.parametrize("to", ["the main process", "rank 1"])
+@pytest.mark.parametrize("to", [pytest.param("the main process", marks=pytest.mark.slow), "rank 1"])
 def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path, to):
     happens = "SIGTERM" if to == "rank 1" else "os.kill(os.getppid(), signal.SIGTERM); time.sleep(1)"
     patch = fault(1, 2, happens) + SLOW_SUMMARY
@@ -366,7 +370,8 @@ def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path, to):
 
 
 @pytest.mark.parametrize(
-    ("happens", "code", "status"), [("told_to_stop()", 143, "stopped"), ("lost()", 4, "data_lost")]
+    ("happens", "code", "status"),
+    [pytest.param("told_to_stop()", 143, "stopped", marks=pytest.mark.slow), ("lost()", 4, "data_lost")],
 )
 def test_data_that_one_rank_does_not_get_ends_the_run_saved(tmp_path, happens, code, status):
     ended, output = run(tmp_path, *TWO, "run_name=run", patch=DATA.format(happens=happens))
@@ -399,32 +404,28 @@ def refused(ends, cause):
 
 
 OF_RANK_1 = 'os.environ["RANK"] == "1"'
-OTHER = {
-    "settings: optim.lr": f'sys.argv += ["optim.lr=1e-4"] * ({OF_RANK_1})',
-    "versions: numpy": f"""
-from gpt2_fp8.train import summary
-versions = summary.versions
-summary.versions = lambda: versions() | {{"numpy": "1.0" if {OF_RANK_1} else "2.0"}}
-""",
-    "kernels: attention": f"""
+OTHER = f"""
 from gpt2_fp8.train import build
-versions = build._versions
-build._versions = lambda plan: versions(plan) | {{"attention": "other" if {OF_RANK_1} else "flash"}}
-""",
-    "text: ": "sys.argv += [f\"data.train_files=[text-{os.environ['RANK']}.txt]\"]",
-}
+if {OF_RANK_1}:
+    versions = build._versions
+    build._versions = lambda plan: versions(plan) | {{"attention": "other"}}
+    sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
+"""
 
 
-@pytest.mark.parametrize("what", OTHER)
-def test_ranks_that_differ_are_refused_by_name(tmp_path, what):
-    kind, name = what.split(": ")
+def test_ranks_that_differ_are_refused_by_name(tmp_path):
     for rank in range(2):
         (tmp_path / f"text-{rank}.txt").write_text("one line of text\n" * (3000 + rank))
-    data = ["data=text_files", "data.tokenizer=bytes", "data.train_files=[text-0.txt]"][: 2 + (kind != "text")]
-    ends = tasks(tmp_path, by_hand(), *WORDS, *data, "run_name=run", patch=OTHER[what])
-    refused(ends, f"rank 1 has other {kind} than rank 0: .*{name}")
+    data = ["data=text_files", "data.tokenizer=bytes", "data.train_files=[text-0.txt]"]
+    ends = tasks(tmp_path, by_hand(), *WORDS, *data, "run_name=run", patch=OTHER)
+    assert [code for code, _ in ends] == [2, 2], ends
+    said = "".join(output for _, output in ends)
+    assert said.count("error:") == 3, said
+    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", "")):
+        assert re.search(f"rank 1 has other {kind} than rank 0: .*{name}", said), said
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
     patch = f"""
 from gpt2_fp8.config.errors import UserError

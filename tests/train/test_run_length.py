@@ -45,12 +45,12 @@ def test_a_run_of_two_epochs_keeps_their_ends_and_its_rates_end_with_it(tmp_path
     assert caught.value.problems[0].remedy.endswith("and a trainer.max_tokens that comes to as much")
 
 
-def length(*words, rank=0, typed=("optim.warmup_steps",)):
+def length(*words, typed=("optim.warmup_steps",)):
     (config,) = preflight([*SMALL, "run_name=length", *words])
-    return run_length.resolve_length(config, rank, typed)
+    return run_length.resolve_length(config, typed)
 
 
-def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
+def test_an_epoch_is_counted(text, caplog):
     caplog.set_level("INFO")
     counted = length(*text, "trainer.max_epochs=1")
     assert counted.epoch_ends == [], "nobody keeps them"
@@ -58,8 +58,6 @@ def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
     assert (
         "length     trainer.max_epochs ends the run at step 7, and not trainer.max_steps at step 12" in caplog.messages
     )
-    monkeypatch.setattr(run_length, "tokens_a_pass", lambda *_: pytest.fail("the text is read again"))
-    assert length(*text, "trainer.max_epochs=1", rank=1) == counted
 
 
 def test_a_run_that_ends_within_its_first_epoch_says_so(text, caplog):
