@@ -15,18 +15,6 @@ from tests.forkserver import python
 
 # ---- a forked program is to its author what `python WORDS` is ------------------------------------------------------
 
-SAYS = "import os, sys; print(__name__, sys.argv, os.getcwd(), sys.stdin.read(), 'torch' in sys.modules)"
-
-
-@pytest.mark.parametrize(
-    ("words", "argv0"), [(["-c", SAYS], "-c"), (["program.py"], "{}/program.py"), (["-m", "program"], "{}/program.py")]
-)
-def test_it_has_its_name_words_folder_and_streams(tmp_path, words, argv0):
-    (tmp_path / "program.py").write_text(SAYS)
-    done = python(*words, "one", cwd=tmp_path, given="two")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"__main__ {[argv0.format(tmp_path), 'one']} {tmp_path} two True\n"
-
 
 @pytest.mark.parametrize(
     ("code", "ended", "said"),
@@ -42,11 +30,6 @@ def test_it_ends_as_an_interpreter_does(tmp_path, code, ended, said):
     done = python("-c", code, cwd=tmp_path)
     assert done.returncode == ended
     assert done.stderr.endswith(said)
-
-
-def test_variables_that_a_library_has_read_already_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="PYTHONUTF8"):
-        python("-c", "pass", cwd=tmp_path, PYTHONUTF8="1")
 
 
 def test_one_that_hangs_is_ended_and_says_where(tmp_path):
@@ -80,13 +63,6 @@ def test_it_is_what_hydra_composes(words):
         composed = once.compose("config", words, return_hydra_config=True)
         expected = hydra.compose("config", words, return_hydra_config=True)
     assert OmegaConf.to_yaml(composed) == OmegaConf.to_yaml(expected)
-
-
-def test_a_users_files_are_composed_each_time(tmp_path):
-    for seed in (5, 6):
-        (tmp_path / "mine.yaml").write_text(f"seed: {seed}\n")
-        with composition.open_catalog("mine", tmp_path):
-            assert once.compose("mine", [], return_hydra_config=True).seed == seed
 
 
 # ---- the fast ring refuses what would make it slow ---------------------------------------------------------------

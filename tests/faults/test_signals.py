@@ -167,20 +167,6 @@ def test_44_one_rank_of_a_job_requeues_it(scontrol, monkeypatch):
     assert not scontrol.exists()
 
 
-@pytest.mark.parametrize("number", ["4242; touch /tmp/x", ""])
-def test_44_what_is_not_a_job_is_not_requeued(number, scontrol, monkeypatch, caplog):
-    monkeypatch.setenv("SLURM_JOB_ID", number)
-    assert slurm.ended(signal.SIGUSR1).exit_code == 128 + signal.SIGUSR1
-    assert "could not be requeued" in caplog.text
-    assert not scontrol.exists()
-
-
-def test_44_a_scontrol_that_fails_is_said(scontrol, caplog):
-    (scontrol.parent / "bin/scontrol").write_text("#!/bin/sh\necho no such job >&2; exit 1\n")
-    assert slurm.ended(signal.SIGUSR1).exit_code == 128 + signal.SIGUSR1
-    assert "no such job" in caplog.text
-
-
 def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tmp_path, scontrol, monkeypatch):
     """It would do so for ever. Its first turn may have been slow: it had to compile, or to read text."""
     early = At("on_train_start", 0, kill(signal.SIGUSR1))
@@ -322,14 +308,6 @@ def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
         run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])
     assert stopped.value.exit_code == 143
     assert scontrol.read_text() == "show job --oneliner 4242\n", "it is asked whether the job is preempted"
-
-
-def test_44_a_shell_on_a_node_is_like_anywhere_else(scontrol, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    before = signal.getsignal(signal.SIGUSR1)
-    with signals.handled():
-        assert signal.getsignal(signal.SIGUSR1) is before
-    assert slurm.ended(signal.SIGTERM).exit_code == 143
 
 
 # ---- phases ------------------------------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ import json
 import pytest
 import torch
 
-from gpt2_fp8 import compose, evaluate
-from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8 import evaluate
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.engine.logits import logits
-from gpt2_fp8.layers import sdpa
 from gpt2_fp8.train import saved_config
 from tests.runs import (
     EMULATED_FP8,
@@ -150,40 +148,6 @@ def test_no_scale_is_needed_or_found():
     assert torch.equal(evaluated(step), evaluated(plain))
     assert torch.equal(logits(step, IDS_OF_BYTES[:, :7], 256), logits(plain, IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready
-
-
-def test_attention_is_computed_as_asked():
-
-    def found(*words):
-        step = training_step(*words)
-        with torch.no_grad():
-            step.model.blocks[0].qkv.weight.mul_(50)  # else attention is nearly a mean, by any kernel
-        return evaluated(step)
-
-    asked = found(*IN_BF16, "attention=math")
-    assert torch.equal(asked, found("precision=bf16", "attention=math"))
-    assert not torch.equal(asked, found(*IN_BF16))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "its_own", "expected"),
-    [("cudnn", None, "cudnn"), ("flash", "torch cannot", "auto"), ("te", None, "auto"), ("sdpa", None, "sdpa")],
-)
-def test_the_twin_has_the_kernel_that_was_asked_for_if_plain_layers_can(monkeypatch, kernel, its_own, expected):
-    monkeypatch.setattr(sdpa, "why_not", lambda *_: its_own)
-    (config,) = compose.preflight(["model=gpt2", "precision.backend=fused", f"attention={kernel}"])
-    assert Fused(config, "fp8_hybrid", "cuda").twin_kernel == expected
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["recipe=rowwise", "precision=fp8_e4m3", "precision.backward=bf16_wgrad"]], ids=["current", "rowwise"]
-)
-def test_torchaos_layers_are_left_out_of_it(emulating_torchao, words):
-    words = ["precision=fp8_hybrid", "precision.backend=torchao", *words]
-    plain, in_bf16 = (evaluated(training_step(*asked)) for asked in (["precision=bf16"], words))
-    assert torch.equal(in_bf16, plain)
-    in_fp8 = evaluated(training_step(*words, "precision.evaluation=fp8"))
-    assert not torch.equal(in_fp8, plain)
 
 
 def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():

@@ -275,19 +275,6 @@ def test_models_of_published_weights_take_them_as_they_are(tmp_path: Path, name:
     assert config.init_from == str(tmp_path)
 
 
-def test_a_tokenizer_of_more_ids_than_the_model_is_told_with_one_that_fits(tmp_path: Path) -> None:
-    save_theirs(tmp_path, "GPT-2")
-    model = replace(expressed(tmp_path), vocab_size=None)
-
-    def said(model: ModelConfig, tokens: int) -> list[Any]:
-        return [finding.problem for finding in hf_config.check_model(model, tokens, tmp_path)]
-
-    assert said(model, IDS) == []
-    (problem,) = said(model, 50_257)
-    assert problem.cause.endswith("its model has 257 ids, and the tokenizer 50,257")
-    assert problem.remedy == "model.vocab_size=257"
-
-
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save_theirs(tmp_path, "GPT-2", max_shard_size="20KB")
     model = expressed(tmp_path)
@@ -350,21 +337,6 @@ def test_a_model_that_does_not_fit_together_is_not_exported(tmp_path: Path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_paths_are_checked_all_at_once(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").touch()
-    assert export.main([str(tmp_path / "gone"), str(tmp_path / "full")]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'gone'}: does not exist" in said
-    assert f"{tmp_path / 'full'} is there already, and not empty" in said
-    assert said.count("error: ") == 2
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "has no checkpoint yet" in capsys.readouterr().err
-    assert export.main([str(tmp_path / "full"), str(tmp_path / "out")]) == 2
-    assert "it has neither checkpoints" in capsys.readouterr().err
-
-
 def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path, capsys: Any) -> None:
     """With a tokenizer of a file, which is gone when the run is exported."""
     theirs = save_theirs(tmp_path / "hf", "GPT-2")
@@ -414,24 +386,6 @@ def test_a_width_that_only_fp8_cannot_divide_is_imported(tmp_path: Path, capsys:
     assert apart(GPT2Module.load_from_checkpoint(tmp_path / "own").model, theirs.eval()) < BOUND
 
 
-def test_an_import_ends_as_the_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    assert import_hf.main(["gone", "there"]) == 2
-    said = capsys.readouterr().err
-    assert "gone is no folder" in said
-    assert "there is there already" in said
-    save_theirs(tmp_path / "in", "GPT-2")
-    assert import_hf.main(["in", "new", "optim.lrr=3", "data.tokenizer=bytes"]) == 2
-    assert "did you mean optim.lr?" in capsys.readouterr().err
-    write_json(tmp_path / "in", [chr(i) for i in range(256)], ["</s>"], "</s>")
-    assert import_hf.main(["in", "new"]) == 0, "the folder's own tokenizer"
-    assert GPT2Module.load_from_checkpoint(tmp_path / "new").config.data.tokenizer == str(tmp_path / "in")
-    edited(tmp_path / "in", activation_function="relu")
-    assert import_hf.main(["in", "other"]) == 2
-    assert "activation_function='relu'" in capsys.readouterr().err
-
-
 def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_path: Path, capsys: Any) -> None:
     """Bytes, and a file that was changed after training."""
     few = ["trainer.max_steps=2", "optim.warmup_steps=0", "trainer.val_check_interval=2"]
@@ -465,33 +419,6 @@ def card(folder: Path, *words: str, ran: Any = "fp8_hybrid", name: str = "tiny",
     parts = {"hyper_parameters": {"init_from": name}, "precision": {"ran": ran} if ran else None}
     found = Trained(folder / "step-00000012", config, {}, {"last_in_bf16": 4}, parts)
     return hf_export.model_card(found, 2, "X", license_id)
-
-
-def test_a_card_of_a_strangers_checkpoint_is_text_alone(tmp_path: Path) -> None:
-    odd = "a|b<script>\n- evil\x1b[31m"
-    text = card(tmp_path, "data=fineweb", ran=odd, name=odd)
-    assert "\x1b" not in text
-    assert "<script>" not in text
-    assert '\ndatasets:\n- "HuggingFaceFW/fineweb-edu"\n---\n' in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "ran", "expected"),
-    [
-        (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fp8_hybrid", ", computed in fp8_hybrid"),
-        (["precision=fp8_hybrid"], "fp8_hybrid", ", computed in bf16"),
-        (["precision=fp8_hybrid"], "fp32", ", computed in fp32"),
-        (["precision=bf16"], "", ""),
-    ],
-)
-def test_a_card_says_in_what_the_loss_was_computed(tmp_path: Path, words: list[str], ran: str, expected: str) -> None:
-    """The exported weights have another loss than a validation in FP8: no FP8 is in it."""
-    text = card(tmp_path, *words, ran=ran, license_id="apache-2.0")
-    assert f"| validation loss | 2.0000 nats a token, perplexity 7.39{expected} |" in text
-    assert ("| precision | fp8_hybrid, the last 4 steps in bf16 |" in text) == (ran == "fp8_hybrid")
-    assert text.startswith('---\nlicense: "apache-2.0"\nlibrary_name: transformers\n')
 
 
 def test_the_export_chooses_by_the_block() -> None:

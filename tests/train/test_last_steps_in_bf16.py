@@ -8,7 +8,6 @@ import pytest
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine import gradients
 from gpt2_fp8.train import hf_export
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.ranks import BATCH, TWO, run
@@ -116,37 +115,6 @@ def test_the_health_of_fp8_ends_with_its_last_step(last):
         assert {int(row["step"]) for row in csv.DictReader(file)} == {1, 8}
 
 
-def test_validated_in_fp8_a_run_in_legs_ends_as_one_in_a_piece(tmp_path):
-    """With the scales of the last step in FP8, which a resume within the last steps has not used yet."""
-    words = [*LAST, "precision.evaluation=fp8", "callbacks.checkpoint_every_n_steps=1"]
-    train(tmp_path / "whole", *words)
-    train_until(11, tmp_path / "legs", *words)
-    train(tmp_path / "legs", *words, "ckpt_path=last")
-    whole, legs = (metrics(tmp_path / name)["val_loss"] for name in ("whole", "legs"))
-    assert whole == legs
-    ours, theirs = (read(checkpoint(tmp_path / of, 12))["training_step"] for of in ("whole", "legs"))
-    assert_equal(ours, theirs, "scales and sizes")
-    for name in ("whole", "legs"):
-        train(tmp_path / name, *words, "ckpt_path=last", "trainer.max_steps=18")
-    assert_same_checkpoint(*(checkpoint(tmp_path / name, 18) for name in ("whole", "legs")))
-
-
-OTHER = [
-    ["optimizer=muon"], ["penalty=z_loss"], ["document_mask=true"], ["recipe=current"],
-    ["activation_checkpointing=full"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", OTHER, ids=" ".join)
-def test_by_hand_it_is_the_same_with_other_settings(tmp_path, words):
-    in_bf16 = ["precision=bf16", *(word for word in words if not word.startswith("recipe"))]
-    train(tmp_path / "last", *EMULATED_FP8[:2], *words, "precision.bf16_last_steps=4")
-    train_until(8, tmp_path / "hand", *EMULATED_FP8[:2], *words)
-    train(tmp_path / "hand", *in_bf16, "ckpt_path=last")
-    assert metrics(tmp_path / "last")["train_loss"] == metrics(tmp_path / "hand")["train_loss"]
-    assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("last", "hand")))
-
-
 class AnInfiniteGradient(Faults):
     """In step 11, in any precision."""
 
@@ -216,34 +184,6 @@ def test_two_processes_begin_it_together(tmp_path):
 def test_a_run_without_a_step_in_fp8_is_refused(words):
     with pytest.raises(UserError, match=r"no step would compute in FP8"):
         compose.preflight([*SMALL, *words])
-
-
-@pytest.mark.parametrize("words", [["precision=bf16"], ["precision=fp32"]])
-def test_bf16_and_fp32_have_no_such_key(words):
-    with pytest.raises(UserError, match=r"precision\.bf16_last_steps"):
-        compose.preflight([*SMALL, *words, "precision.bf16_last_steps=4"])
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], False), (["compile=false"], False), (["compile=true", *EMULATED_FP8[1:]], True)],
-    ids=["auto on a CPU", "false", "true"],
-)
-def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, expected):
-    made = []
-
-    def compiled(loss_of, options=None):
-        made.append(loss_of)
-        return loss_of
-
-    monkeypatch.setattr(gradients, "compiled", compiled)
-    step = training_step(*LAST, *words, "trainer.max_steps=8")
-    made.clear()  # the emulated layers are compiled themselves
-    step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4)
-    assert not made
-    for _ in range(2):
-        step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many=True)
-    assert len(made) == expected
 
 
 def test_the_size_that_fits_in_bf16_is_continued_with():

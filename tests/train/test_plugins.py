@@ -129,14 +129,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
-@pytest.mark.usefixtures("here")
-def test_what_is_refused_before_torch(line):
-    with pytest.raises(UserError) as told:
-        preflight(line.split())
-    assert [problem for problem in told.value.problems if REFUSED[line] in problem.cause], told.value
-
-
 def test_a_file_selects_what_the_command_lines_plugins_register(here):
     path = Path("theirs/experiment/x.yaml")
     path.parent.mkdir(parents=True)

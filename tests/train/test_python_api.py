@@ -1,6 +1,5 @@
 """A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -32,8 +31,6 @@ from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.precision.scaling import FP8Scaling
-from gpt2_fp8.runtime import devices, ranks
-from gpt2_fp8.runtime.ranks import SRUN, Ranks
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
@@ -239,37 +236,6 @@ def test_other_devices_are_refused(config, tmp_path, options, cause, remedy):
     assert remedy in told.remedy
 
 
-@pytest.mark.parametrize(("given", "told"), [(1, set()), (2, {"the Trainer has 1 devices on each of 1 machines"})])
-def test_a_process_may_see_the_one_gpu_that_it_was_given(config, tmp_path, monkeypatch, given, told):
-    """`srun --gpus-per-task=1`: two processes on a node, and a Trainer with one device in each."""
-    made, module = trainer(config, tmp_path, devices=1), GPT2Module(config)
-    made.state.fn = TrainerFn.FITTING
-    module.trainer = made
-    monkeypatch.setattr(devices, "device", lambda config: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: given)
-    monkeypatch.setattr(ranks, "current", lambda: Ranks(SRUN, world_size=2, local_world_size=2))
-    with pytest.raises(UserError, match="was given none") as caught:  # the data module, of which `fit` tells it
-        module.configure_callbacks()
-    causes = {problem.cause.split(",")[0] for problem in caught.value.problems}
-    assert {cause for cause in causes if "devices" in cause} == told
-
-
-def test_all_contradictions_are_told_at_once(config, tmp_path):
-    other = load_config(*WORDS, "seed=2", "model.n_positions=16")
-    made = trainer(config, tmp_path, max_epochs=2)
-    with pytest.raises(UserError) as caught:
-        made.fit(GPT2Module(other), datamodule=TokenDataModule.from_config(config))
-    text = str(caught.value)
-    for part in (
-        "FP8Precision is of another",
-        "max_epochs=2",
-        "data module is of another",
-    ):
-        assert part in text
-    with pytest.raises(UserError, match="was given none"):
-        trainer(config, tmp_path).fit(GPT2Module(config), TokenDataModule.from_config(config).train_dataloader())
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -407,23 +373,6 @@ def test_load_from_checkpoint_needs_the_folder_alone(config, whole, tmp_path):
     assert metrics == {"val_loss": expected}
 
 
-def test_load_from_checkpoint_takes_what_lightnings_takes(whole):
-    folder, load = whole.checkpoints / "epoch=0-step=12.ckpt", GPT2Module.load_from_checkpoint
-    theirs = [*inspect.signature(LightningModule.load_from_checkpoint).parameters]
-    assert theirs == [*["cls", *inspect.signature(load).parameters][:-1], "kwargs"]
-    for module in (load(folder, None, None, True, True), load(folder, weights_only=False, strict=None)):
-        assert same(module, whole.module)
-    for refused in ({"hparams_file": "hparams.yaml"}, {"strict": False}):
-        with pytest.raises(UserError, match=next(iter(refused))):
-            load(folder, **refused)
-
-
-def test_a_checkpoint_that_is_not_there_is_no_matter_of_a_command_line(tmp_path):
-    with pytest.raises(UserError, match="there is no such folder") as caught:
-        GPT2Module.load_from_checkpoint(tmp_path / "nope")
-    assert "ckpt_path" not in str(caught.value)
-
-
 def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
     ids = torch.arange(20).reshape(2, 10)
     with pytest.raises(UserError, match="no layers yet"):
@@ -507,25 +456,6 @@ def change(folder, edit):
     state = files.read(folder)
     edit(state)
     files.write(folder, state)
-
-
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [
-        (lambda state: state.pop("hyper_parameters"), "does not hold the configuration"),
-        (lambda state: state["hyper_parameters"].update(sed=1), "there is no key sed"),
-        (lambda state: state["hyper_parameters"]["model"].update(n_layer=10**9), "24,032 parameters"),
-    ],
-    ids=["none", "another version's", "another size"],
-)
-def test_a_configuration_that_does_not_fit_is_refused(config, whole, tmp_path, edit, told):
-    whole.trainer.save_checkpoint(tmp_path / "changed")
-    change(tmp_path / "changed", edit)
-    with pytest.raises(UserError, match=told) as caught:
-        GPT2Module.load_from_checkpoint(tmp_path / "changed")
-    assert "config=load_config(...)" in str(caught.value)
-    module = GPT2Module.load_from_checkpoint(tmp_path / "changed", config=config)
-    assert same(module, whole.module)
 
 
 def test_hyper_parameters_are_plain_and_written_by_a_logger(config, tmp_path):
