@@ -25,7 +25,6 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.table import Measured, Row
 from gpt2_fp8.runtime import programs, signals
-from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -55,9 +54,10 @@ def main(argv: list[str]) -> int:
         try:
             with handlers.at_once():
                 return programs.end(programs.exit_code(lambda: _bench(argv)))
-        except Interrupted:
+        except BaseException:  # what was interrupted may have failed for that
+            if handlers.received is None:
+                raise
             print("stopped", file=sys.stderr)
-        assert handlers.received is not None
         return 128 + handlers.received
 
 

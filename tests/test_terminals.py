@@ -163,6 +163,7 @@ def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
     assert not terminal.screen.cursor.hidden
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_bar_and_one_log(tmp_path):
     """Started by the command of all programs, which Lightning starts again for the other rank."""
     ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "run_name=x"]

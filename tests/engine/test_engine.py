@@ -55,11 +55,11 @@ def planned(config):
     return Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
 
 
-def build(config, plan=None, backward=torch.Tensor.backward):
+def build(config, plan=None, backward=torch.Tensor.backward, **options):
     plan = plan or planned(config)
     model = plan.backend.build(VOCAB)
     initialise(model, config.seed)
-    return Gradients(plan, model, plan.backend.scaling(model), backward)
+    return Gradients(plan, model, plan.backend.scaling(model), backward, **options)
 
 
 def batch(sequences=8):
@@ -105,8 +105,7 @@ def test_gradients_go_through_the_trainers_hands():
         events.append("backward")
         loss.backward()
 
-    of = build(composed(), backward=backward)
-    of.plan.backend.forward_context = entered
+    of = build(composed(), backward=backward, forward_context=entered)
     of.of_step(batch(), MICRO)
     assert events == ["forward", "backward", "forward", "backward"]
 

@@ -87,6 +87,7 @@ def test_43_sigterm_does_the_same(tmp_path, whole):
     continues_like(whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_42_a_second_ctrl_c_in_a_slow_save_leaves_last_as_it_was(tmp_path):
     """The first one comes in step 4, the second while step 5 is being written, which would take an hour."""
     code = f"""

@@ -36,7 +36,7 @@ def test_a_damaged_log_is_read_as_far_as_it_is_good_and_noted(tmp_path):
         (lambda folder: (folder / "summary.json").unlink(), "no summary.json"),
         (lambda folder: (folder / "summary.json").write_text("{"), "summary.json cannot be read"),
         (lambda folder: (folder / "metrics.csv").unlink(), "no training loss (completed)"),
-        (lambda folder: (folder / "metrics.csv").write_text("a,b\n1,2\n"), "does not name"),
+        (lambda folder: (folder / "metrics.csv").write_text("a,b\n1,2\n"), "metrics.csv has no training loss"),
     ],
 )
 def test_what_cannot_be_read_is_left_out_with_the_reason(spoil, why, tmp_path):

@@ -442,6 +442,7 @@ TokenDataModule.setup = refuse
     assert "the text is not on this node" in "".join(output for _, output in ends)
 
 
+@pytest.mark.slow
 def test_one_rank_with_a_mistake_in_its_settings_says_so(tmp_path):
     patch = f'sys.argv += ["optim.lr=fast"] * ({OF_RANK_1})'
     code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "run_name=run", patch=patch))

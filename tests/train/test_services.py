@@ -86,6 +86,7 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     assert any(key.startswith("gradients/blocks.0") for row in rows for key in row)
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
     """Jobs of a sweep are trained in one process."""
     folders = [tmp_path / "sweep" / job for job in "01"]
