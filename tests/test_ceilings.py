@@ -26,7 +26,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1811, 20),
     "gpt2_fp8/train/**/*.py": (3971, 28),
 }
-OTHERS = {"tests/**/*.py": 40002, "docs/*.md": 2176, "README.md": 150, "ARCHITECTURE.md": 208, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 39995, "docs/*.md": 2176, "README.md": 150, "ARCHITECTURE.md": 208, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

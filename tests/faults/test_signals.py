@@ -186,13 +186,6 @@ def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tm
     assert scontrol.read_text() == "requeue 4242\n" * 2
 
 
-def test_44_a_job_that_is_preempted_before_a_step_is_requeued(scontrol, monkeypatch):
-    """Its time limit has nothing to do with it."""
-    says(scontrol, PREEMPTED)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    assert slurm.ended(signal.SIGTERM).exit_code == 0
-
-
 PREEMPTED = "JobId=4242 JobState=RUNNING Requeue=1 Restarts=0 PreemptTime=2026-11-23T06:32:51 Command=/job.sh"
 
 
