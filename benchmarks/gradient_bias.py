@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 from words import Parser
 
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train import resume, trained

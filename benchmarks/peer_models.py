@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.fp8.support import why_not_te_fp8
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.model.gpt2 import GPT2, INITIAL_STD, initialise, padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy
-from gpt2_fp8.precision.support import why_not_te_fp8
 
 
 @dataclass

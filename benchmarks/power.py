@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from words import Parser
 
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import devices
 

@@ -2,7 +2,7 @@
 
 import math
 
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 
 
 def nothing(step, number):

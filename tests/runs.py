@@ -35,8 +35,8 @@ def train(folder, *overrides, base=SMALL):
 
 def training_step(*overrides):
     """A step of a tiny run, ready to be called with ids of 256 bytes."""
-    from gpt2_fp8.backends.resolve import resolve
     from gpt2_fp8.engine.training_step import TrainingStep
+    from gpt2_fp8.fp8.resolve import resolve
 
     (config,) = compose.preflight([*SMALL, *overrides, "data.tokenizer=bytes"])
     step = TrainingStep(config, resolve(config, "cpu"), 256)

@@ -40,22 +40,21 @@ HOUSE = {
     "reports": Row("train checkpoint config", "matplotlib numpy yaml"),
     # a run under Lightning
     "train": Row(
-        "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
+        "callbacks measure engine fp8 model data compat checkpoint layers kernels runtime config",
         "torch lightning numpy wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
-    "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine"),
+    "diagnose": Row("measure fp8 kernels compose runtime compat config", "torch transformer_engine"),
     # the benchmark
     "measure": Row(
-        "engine backends model precision data checkpoint layers kernels runtime compat config",
+        "engine fp8 model data checkpoint layers kernels runtime compat config",
         "torch lightning transformer_engine matplotlib",
     ),
     # one optimizer step
-    "engine": Row("backends model precision kernels runtime compat config", "torch"),
+    "engine": Row("fp8 model kernels runtime compat config", "torch"),
     # how a model is computed
-    "backends": Row("model precision layers config", "torch transformer_engine"),
-    "precision": Row("layers runtime compat config", "torch transformer_engine torchao"),
+    "fp8": Row("model layers runtime compat config", "torch transformer_engine torchao"),
     "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(
@@ -81,9 +80,9 @@ HOUSE = {
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "data.datamodule"],
     "transformer_engine": [
-        *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "diagnose.child"),
+        *("fp8", "layers.te", "compat.transformer_engine", "diagnose.child"),
     ],
-    "torchao": ["precision.float8_config", "compat.torchao"],
+    "torchao": ["fp8.recipes", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer"],
@@ -296,7 +295,7 @@ WRONG = {
         "from gpt2_fp8.callbacks.samples import Samples",
         "may not import gpt2_fp8.callbacks.samples",
     ),
-    "precision.recipes": ("import lightning", "may not import lightning"),
+    "fp8.recipes": ("import lightning", "may not import lightning"),
     "data.files": ("import lightning", "may not import lightning"),
     "novelty": ("", "has no row"),
 }

@@ -1,6 +1,6 @@
 """What a backend, or a kernel of attention, can be asked for, as far as the settings tell.
 
-`precision.support` and `backends/attention_choice.py` have what only the machine can tell.
+`fp8.support` and `fp8/resolve.py` have what only the machine can tell.
 """
 
 from __future__ import annotations

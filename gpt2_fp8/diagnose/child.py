@@ -73,8 +73,8 @@ def flash_attn() -> str | None:
 def runs() -> dict[str, str | None]:
     """Return why a run in FP8 with each recipe and backend cannot run here; None if it can."""
     from gpt2_fp8 import compose
-    from gpt2_fp8.backends.resolve import resolve
     from gpt2_fp8.config.errors import UserError
+    from gpt2_fp8.fp8.resolve import resolve
     from gpt2_fp8.runtime import devices
 
     found: dict[str, str | None] = {}

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.micro_batching import MicroBatching
-from gpt2_fp8.precision.scaling import Undo
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.scaling import Undo
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.runtime.moments import Gap, GapClock
 
@@ -22,7 +22,7 @@ class Attempt(NamedTuple):
 
     ids: Tensor
     loss: Tensor  # float32 on the device: see `step.accumulate`
-    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `precision.magnitudes`
+    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.magnitudes`
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches

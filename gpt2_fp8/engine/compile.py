@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from gpt2_fp8.backends.base import LossOf
 from gpt2_fp8.compat import torch_private
+from gpt2_fp8.fp8.base import LossOf
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.model import penalty as penalties
-from gpt2_fp8.precision import state
 
 WARM_UP = 2  # passes before recording: they compile and choose kernels and allocate workspaces
 

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2_fp8.backends.base import LossOf
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.engine.compile import compiled, prepared, recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.fp8.base import LossOf
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.scaling import Context, Scaling, Undo
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.scaling import Context, Scaling, Undo
 from gpt2_fp8.runtime import signals
 
 Backward = Callable[[Tensor], None]

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.ahead import Ahead
@@ -26,9 +25,10 @@ from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
-from gpt2_fp8.precision.scaling import Context
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 

@@ -33,7 +33,7 @@ def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]
 
 
 def head_factor(rows: int, padded_vocab_size: int, n_embd: int) -> float:
-    """Return what multiplies the gradient of the logits before its cast: see `backends.base.Backend.head_factor`."""
+    """Return what multiplies the gradient of the logits before its cast: see `fp8.base.Backend.head_factor`."""
     has_logits = nvrtc.missing() is not None or shapes.why_logits(rows, padded_vocab_size, n_embd) is not None
     return GRADIENT_SCALE[GRADIENT] if has_logits else 2.0**EXPONENT
 

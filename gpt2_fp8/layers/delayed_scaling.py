@@ -2,7 +2,7 @@
 
 One row of tensors holds the whole model's state, so that a step's update takes only a few kernel launches. Scales
 change once an optimizer step, at its first forward. They are the same in all its micro-batches and on all ranks: the
-ranks agreed about the amaxes at the end of the step before (`precision.state.agree`).
+ranks agreed about the amaxes at the end of the step before (`fp8.state.agree`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scales(nn.Module):
     """The scales of a model. Layers `reserve` their tensors while they are built; then `allocate` creates them.
 
     The tensors are not registered as buffers: data parallelism would overwrite the other ranks' amaxes with rank 0's
-    before each step. They are not in the state dict either: `precision.state` saves them through `fp8_meta`, as
+    before each step. They are not in the state dict either: `fp8.state` saves them through `fp8_meta`, as
     Transformer Engine's.
     """
 
@@ -126,7 +126,7 @@ class Scales(nn.Module):
         """Turn the amaxes seen so far into scales.
 
         An amax that is not finite is ignored. A tensor without any other amax keeps its scale. For amaxes that have
-        jumped see `precision.magnitudes`.
+        jumped see `fp8.magnitudes`.
         """
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)

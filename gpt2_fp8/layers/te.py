@@ -57,7 +57,7 @@ def _variant(name: str, region: Region = nullcontext) -> type[nn.Module]:
     """Derive a class from one of Transformer Engine's, with two changes.
 
     First, it has no extra state. TE's own is a pickle, which TE itself refuses to load since 2.18
-    (TransformerEngine#3123). `precision.state` saves the scales as tensors instead. Second, its forward enters
+    (TransformerEngine#3123). `fp8.state` saves the scales as tensors instead. Second, its forward enters
     `region`, also kept as `fp8_region`.
     """
     import transformer_engine.pytorch as te

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.mixture import without_validation
@@ -35,6 +34,7 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.measure import profile
 from gpt2_fp8.measure.case import Case, Result

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
@@ -30,6 +29,7 @@ from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
+from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import registry
 from gpt2_fp8.train import process, setup, summary

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from gpt2_fp8.backends.resolve import Plan, as_before, resolve
 from gpt2_fp8.callbacks.throughput import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import programs
@@ -23,6 +22,7 @@ from gpt2_fp8.config.programs import EvaluateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
+from gpt2_fp8.fp8.resolve import Plan, as_before, resolve
 from gpt2_fp8.runtime import devices, host_memory, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision

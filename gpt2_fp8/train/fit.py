@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
@@ -27,6 +26,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.engine.pace import Pace
+from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
 from gpt2_fp8.train import setup

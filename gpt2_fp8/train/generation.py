@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.backends.resolve import unaccelerated
 from gpt2_fp8.config import mixture, programs, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
@@ -18,6 +17,7 @@ from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.fp8.resolve import unaccelerated
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.model.generate import decode_after
 from gpt2_fp8.model.gpt2 import GPT2

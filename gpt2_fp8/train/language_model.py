@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.compile import compiled
 from gpt2_fp8.engine.evaluation import in_mode
+from gpt2_fp8.fp8.resolve import Plan, resolve
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import loss_of_targets
-from gpt2_fp8.precision.scaling import FP8Scaling
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import hf_import
 

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from gpt2_fp8.backends.resolve import Plan, unaccelerated
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -21,7 +20,8 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.precision.scaling import Context
+from gpt2_fp8.fp8.resolve import Plan, unaccelerated
+from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import checkpoint_io, hf_import, own_trainer, resume, saved_config, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision

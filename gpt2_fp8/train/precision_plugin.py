@@ -14,15 +14,15 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from gpt2_fp8.backends import convert
-from gpt2_fp8.backends.base import Device
-from gpt2_fp8.backends.convert import Conversion, Recipe
-from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
-from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
-from gpt2_fp8.precision.state import agree
+from gpt2_fp8.fp8 import convert
+from gpt2_fp8.fp8.base import Device
+from gpt2_fp8.fp8.convert import Conversion, Recipe
+from gpt2_fp8.fp8.resolve import Plan, resolve
+from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.state import agree
 from gpt2_fp8.runtime import devices
 
 # what a configuration has besides, for the layers of a GPT2Module
@@ -33,7 +33,7 @@ class FP8Precision(MixedPrecision):
     """FP8 matrix products for any LightningModule: `Trainer(plugins=[FP8Precision()])`.
 
     Weights stay float32. `nn.Linear` computes in FP8, forward and backward, and everything else under bfloat16
-    autocast; `backends.convert` says which layers, and how. Every step of the Trainer enters FP8: training with
+    autocast; `fp8.convert` says which layers, and how. Every step of the Trainer enters FP8: training with
     automatic or manual optimization, validation, test and predict. The scales of `recipe="delayed"` are saved in
     checkpoints as plain tensors, and are the same on all ranks after each optimizer step.
 

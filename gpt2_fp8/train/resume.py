@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
@@ -25,6 +24,7 @@ from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.fp8.base import Backend
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import saved_config
 

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.same_run import log_kernels
 from gpt2_fp8.checkpoint import find, space
 from gpt2_fp8.checkpoint.manifest import read_manifest
@@ -20,6 +19,7 @@ from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.out_of_memory import largest_divisor
+from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes

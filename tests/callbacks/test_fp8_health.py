@@ -9,7 +9,7 @@ from gpt2_fp8.callbacks import fp8_health
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.config.schema import DelayedRecipe
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 
 
 class Touched(SimpleNamespace):

@@ -13,8 +13,8 @@ from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.data.lane import Batches
 from gpt2_fp8.engine import training_step
 from gpt2_fp8.engine.attempts import Attempts
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.runtime.moments import GapClock
 from gpt2_fp8.train import build
 from gpt2_fp8.train.module import GPT2Module

@@ -8,11 +8,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends import base
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.resolve import Plan, resolve
-from gpt2_fp8.backends.transformer_engine import TransformerEngine
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.engine import gradients as engine
@@ -20,16 +15,21 @@ from gpt2_fp8.engine.compile import recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.fp8 import base
+from gpt2_fp8.fp8.base import twin_of
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.resolve import Plan, resolve
+from gpt2_fp8.fp8.scaling import PASSES
+from gpt2_fp8.fp8.state import capture
+from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.model.gpt2 import GPT2, initialise
-from gpt2_fp8.precision.scaling import PASSES
-from gpt2_fp8.precision.state import capture
 from tests.common import VOCAB, ids, loss_of
 from tests.faults.pretended import pretended
+from tests.fp8.test_state import Layer
 from tests.layers.test_delayed_scaling import scales
-from tests.precision.test_state import Layer
 from tests.runs import SMALL
 
 POSITIONS = 32

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import BACKENDS, Plan
-from gpt2_fp8.backends.torchao import Torchao
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8.resolve import BACKENDS, Plan
+from gpt2_fp8.fp8.torchao import Torchao
 from gpt2_fp8.runtime import rng
 
 SMALL = [

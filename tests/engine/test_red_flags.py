@@ -11,7 +11,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.engine.red_flags import IN_A_ROW, QUIET, SETTLED, FP8RedFlags
-from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STATELESS = StatelessRecipe(name="current")

@@ -10,11 +10,11 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.fp8.base import Backend
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.resolve import Plan, resolve
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.train import fit
 from gpt2_fp8.train.module import GPT2Module
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.model.generate import generate
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy, split

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.same_run import differences
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import reader
+from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import attention, sdpa
 from gpt2_fp8.layers.received import Received

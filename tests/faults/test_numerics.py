@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.schedule import learning_rate_factor
+from gpt2_fp8.fp8 import magnitudes
+from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.precision import magnitudes
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong

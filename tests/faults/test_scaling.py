@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from gpt2_fp8 import compose
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.magnitudes import JUMP
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.magnitudes import JUMP
-from gpt2_fp8.precision.scaling import FP8Scaling
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained
 from tests.runs import checkpoint, summary, train

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import BACKENDS, resolve
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.resolve import BACKENDS, resolve
+from gpt2_fp8.fp8.scaling import calibrate
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.model.loss import NO_PENALTY
 from gpt2_fp8.model.loss import loss_of as backends_loss
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import calibrate
 
 VOCAB = 50257
 CONFIG = ModelConfig(

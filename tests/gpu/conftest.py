@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from gpt2_fp8.precision.support import why_not_te_fp8
+from gpt2_fp8.fp8.support import why_not_te_fp8
 from tests import gpus
 
 _OWN = gpus.of_worker(

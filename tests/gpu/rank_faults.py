@@ -14,7 +14,7 @@ import torch
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.module import GPT2Module
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
-from gpt2_fp8.precision import state
 from tests.ahead import jumped, not_finite, nothing, trained
 from tests.gpu.common import VOCAB, composed, determinism, hopper, tokens
 from tests.runs import assert_equal

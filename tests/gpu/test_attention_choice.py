@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from gpt2_fp8.backends import attention_choice
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.fp8.resolve import check_attention, resolve
 from gpt2_fp8.layers.sdpa import HELD
 from tests.gpu.common import composed, error, grads, hopper, prepared, tokens
 
@@ -73,7 +72,7 @@ def test_a_head_size_that_a_kernel_lacks_is_refused_with_what_works(kernel, size
     assert f"attention={kernel} cannot run here" in problem.cause
     nearest = problem.remedy.partition("attention=")[2].partition(",")[0]
     backend = resolve(composed(*words, f"attention={nearest}"), "cuda").backend
-    attention_choice.check(backend)
+    check_attention(backend)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", "cudnn", "flash"])

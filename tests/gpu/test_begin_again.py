@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 from tests.gpu.common import error, hopper, prepared
 from tests.gpu.test_bf16_again import step
 

@@ -4,7 +4,7 @@ magnitude was absurd; and what a resumed run takes of it where its steps are sha
 import pytest
 import torch
 
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 from tests.gpu.common import error, grads, hopper, prepared, tokens
 
 pytestmark = pytest.mark.fp8

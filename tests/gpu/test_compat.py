@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8.compat import flash_attn, torch_private, transformer_engine
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 from tests.gpu.common import calibrated, gradients, tokens
 
 

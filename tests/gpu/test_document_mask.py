@@ -55,7 +55,7 @@ def test_a_later_document_sees_nothing_of_an_earlier_one():
 
 
 def test_the_kernel_is_one_that_takes_a_mask():
-    from gpt2_fp8.backends.resolve import resolve
+    from gpt2_fp8.fp8.resolve import resolve
 
     said = resolve(composed(*WORDS, *LAYERS["plain"]), "cuda").backend.kernels(50257)["attention"]
     assert said.endswith("within documents")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpt2_fp8.engine.compile import compiled
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
-from gpt2_fp8.precision import state
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
 

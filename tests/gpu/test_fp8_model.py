@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import calibrate
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.scaling import calibrate
 from tests.gpu.common import (
     FAMILIES,
     bf16,

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.block_spec import Heads, gpt2_heads
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.model.loss import split
-from gpt2_fp8.precision import state
 from tests.gpu import common
 from tests.gpu.common import CONFIG, VOCAB, build, calibrated, composed, error, evaluating, gradients, hopper, tokens
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.engine import cuda_graphs
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
-from gpt2_fp8.precision import state
 from tests.gpu.common import (
     VOCAB,
     assert_same_gradients,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.precision.scaling import calibrate
+from gpt2_fp8.fp8.scaling import calibrate
 from tests.gpu.common import FAMILIES, VOCAB, bf16, build, computing, gradients, loss_of, tokens
 from tests.gpu.test_cast import DEVICE
 

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.engine.fp8_health import FP8Health
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.support import why_no_torchao
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.resolve import resolve
+from gpt2_fp8.fp8.support import why_no_torchao
 from gpt2_fp8.runtime import rng
 from tests.gpu.common import VOCAB, composed, hopper, tokens
 from tests.gpu.test_runs import ON_GPU

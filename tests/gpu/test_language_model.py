@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gpt2_fp8
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.fp8.resolve import resolve
 from tests.train.test_language_model import trained
 
 pytestmark = pytest.mark.fp8

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_fp8.precision import state
+from gpt2_fp8.fp8 import state
 from tests.gpu import common
 from tests.gpu.common import VOCAB, calibrated, error, gradients, tokens
 from tests.gpu.test_cast import DEVICE, need

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from tests.gpu.common import VOCAB, composed, error, grads, prepared, tokens
 

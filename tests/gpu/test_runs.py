@@ -12,9 +12,9 @@ from gpt2_fp8 import evaluate
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.fp8.scaling import FP8Scaling
+from gpt2_fp8.fp8.support import why_no_torchao
 from gpt2_fp8.model.flops import peak_bf16_flops
-from gpt2_fp8.precision.scaling import FP8Scaling
-from gpt2_fp8.precision.support import why_no_torchao
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 

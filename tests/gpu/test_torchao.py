@@ -6,7 +6,7 @@ The models are not compiled, which these tests have no time for; the last one is
 import pytest
 import torch
 
-from gpt2_fp8.precision.support import why_no_torchao, why_not_rowwise
+from gpt2_fp8.fp8.support import why_no_torchao, why_not_rowwise
 from tests.gpu.common import bf16, build, computing, error, gradients, tokens
 from tests.gpu.test_runs import ON_GPU
 from tests.runs import summary, train

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.scaling import PASSES, FP8Scaling, calibrate
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import PASSES, FP8Scaling, calibrate
 
 E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
 
@@ -243,7 +243,7 @@ def test_evaluation_takes_the_reciprocals_of_restored_scales():
     assert_reciprocal(of)
 
 
-# What `precision.state` sees
+# What `fp8.state` sees
 
 
 class Model(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import resolve
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.fp8.base import twin_of
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.layers import sdpa
 from gpt2_fp8.layers.document_mask import within_documents
 from gpt2_fp8.model.generate import generate

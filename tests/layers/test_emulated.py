@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.scaling import calibrate
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
@@ -13,8 +15,6 @@ from gpt2_fp8.layers.emulated_product import Emulation, Product
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, uncast
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import calibrate
 from tests.common import CONFIG, VOCAB, ids
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,7 +42,7 @@ def autocast():
 
 
 def loss_of(model, ids, first=None, scale=1.0):
-    """As `backends.base.Backend.loss`."""
+    """As `fp8.base.Backend.loss`."""
     inputs, targets = split(ids)
     return cross_entropy(model.head(model.hidden_states(inputs, first), first), targets, VOCAB, False, scale)
 

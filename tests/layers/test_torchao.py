@@ -7,12 +7,12 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compat import torchao as library
+from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.torchao import Layers
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
-from gpt2_fp8.precision.float8_config import float8_config, weight_dtype
 from tests.common import CONFIG, VOCAB, ids
 
 RECIPES = ["current", "rowwise"]

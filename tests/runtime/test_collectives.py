@@ -8,14 +8,14 @@ from torch import distributed, nn
 
 from gpt2_fp8.compat import torch_private
 from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import Place
-from gpt2_fp8.precision import state
 from gpt2_fp8.runtime import collectives
 from tests import forkserver
 from tests.common import ids
 from tests.engine.test_engine import POSITIONS, with_scales
+from tests.fp8.test_state import Layer
 from tests.layers.test_delayed_scaling import E4M3, E5M2, scales, step
-from tests.precision.test_state import Layer
 
 
 def test_a_process_that_is_alone_asks_nobody():

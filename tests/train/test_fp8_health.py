@@ -122,7 +122,7 @@ def test_where_a_pass_takes_long_it_is_made_less_often(tmp_path, monkeypatch, ca
 
 
 def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    from gpt2_fp8.backends.sampled_pass import SampledPass
+    from gpt2_fp8.fp8.sampled_pass import SampledPass
 
     def full(*_):
         raise RuntimeError("CUDA error: out of memory")

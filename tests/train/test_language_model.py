@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import gpt2_fp8
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.fp8.resolve import resolve
 
 WORDS = [
     "model.n_layer=2", "model.n_embd=32", "model.n_head=2", "model.n_positions=16", "data.tokenizer=bytes",

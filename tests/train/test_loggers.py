@@ -12,7 +12,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files
 from gpt2_fp8.train.tensorboard import code_block, is_known, place_metrics
 

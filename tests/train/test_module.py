@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from tests.faults.pretended import Pretended

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, load_config
-from gpt2_fp8.backends.convert import Conversion
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.fp8.convert import Conversion
 
 HYBRID = FP8PrecisionConfig(name="fp8_hybrid", keep_bf16=[], backend="auto", fast_accumulation=False, fallback="error")
 

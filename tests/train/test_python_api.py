@@ -25,12 +25,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
-from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.config import own_words
+from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import sdpa
 from gpt2_fp8.train.setup import announce, resolve_micro_batch

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import mixture, run_length, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
@@ -23,11 +22,12 @@ from gpt2_fp8.config.schema import (
     RunConfig,
     StatelessRecipe,
 )
-from gpt2_fp8.layers import Family, sdpa
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor, fp8_tensors
+from gpt2_fp8.fp8.scaling import Scaling
+from gpt2_fp8.layers import Family, reference, sdpa
+from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
-from gpt2_fp8.precision.fp8_tensors import FP8Tensor, fp8_tensors
-from gpt2_fp8.precision.scaling import Scaling
 
 Device = Literal["cuda", "cpu"]
 Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
@@ -231,3 +231,19 @@ class Backend(ABC):
     def slower(self) -> list[str]:
         """List what is missing or broken on this machine, so that slower kernels do its work."""
         return []
+
+
+def twin_of(model: GPT2, recompute: Recompute = "none", kernel: AttentionKernel = "auto") -> GPT2:
+    """Build a model of the reference layers that shares the parameters of `model`, tied ones included.
+
+    `kernel`: what computes attention.
+    """
+    with torch.device("meta"):
+        layers, borders = Composed(reference, recompute, kernel), (model.separator, model.separator_begins)
+        twin = GPT2(model.config, model.vocab_size, layers, (), *borders)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, _ in list(twin.named_parameters(remove_duplicate=False)):
+        place, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(place), last, own.pop(name))
+    assert not own, "the families have the same parameters"
+    return twin

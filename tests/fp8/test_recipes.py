@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.precision.recipes import build_recipe
+from gpt2_fp8.fp8.recipes import build_recipe
 
 
 class Format(enum.Enum):

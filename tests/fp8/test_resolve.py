@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends import resolve as resolving
-from gpt2_fp8.backends import torchao, transformer_engine
-from gpt2_fp8.backends.fused import SMALL_TOKENS
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.backend_support import WHY_NOT
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
-from gpt2_fp8.precision import support
-from gpt2_fp8.precision.recipes import delayed_scaling
+from gpt2_fp8.fp8 import resolve as resolving
+from gpt2_fp8.fp8 import support, torchao, transformer_engine
+from gpt2_fp8.fp8.fused import SMALL_TOKENS
+from gpt2_fp8.fp8.recipes import delayed_scaling
+from gpt2_fp8.fp8.resolve import resolve
 
 POSITIONS = 1024
 DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")

@@ -1,6 +1,6 @@
 """What delayed scaling has stored of each FP8 tensor: its newest amax, its scale, and the age of what decided it.
 
-`precision.state` has the layout. Reading takes a few launches and one copy to the host, and changes nothing.
+`fp8.state` has the layout. Reading takes a few launches and one copy to the host, and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.config.kept_layers import MLP
+from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
-from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.runtime.sent import Sent
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import (
@@ -19,12 +18,13 @@ from gpt2_fp8.config.schema import (
     RunConfig,
     StatelessRecipe,
 )
+from gpt2_fp8.fp8.base import Backend
+from gpt2_fp8.fp8.recipes import build_recipe, region
+from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.support import why_no_transformer_engine
 from gpt2_fp8.layers import Family, te, te_split
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.recipes import build_recipe, region
-from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
-from gpt2_fp8.precision.support import why_no_transformer_engine
 
 
 class TransformerEngine(Backend):

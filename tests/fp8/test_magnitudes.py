@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.magnitudes import JUMP, absurd, limit, limited
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.magnitudes import JUMP, absurd, limit, limited
 from tests.layers.test_delayed_scaling import E4M3, E5M2, Model, assert_reciprocal, step, trained
 
 NEWEST = slice(0, 1)

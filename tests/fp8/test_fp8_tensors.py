@@ -3,7 +3,7 @@
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.resolve import BACKENDS
+from gpt2_fp8.fp8.resolve import BACKENDS
 
 
 def tensors(*words, backend="emulated"):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from gpt2_fp8.fp8 import quantized
+from gpt2_fp8.fp8.quantized import figures
 from gpt2_fp8.kernels.slot import LARGEST
 from gpt2_fp8.layers.fp8_cast import cast, saturated
-from gpt2_fp8.precision import quantized
-from gpt2_fp8.precision.quantized import figures
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])

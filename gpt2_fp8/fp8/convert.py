@@ -17,14 +17,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.backends.base import Device
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.fp8 import recipes
+from gpt2_fp8.fp8.base import Device
+from gpt2_fp8.fp8.recipes import convert_linears, float8_config
+from gpt2_fp8.fp8.support import why_no_torchao, why_not_recipe, why_not_te_fp8
 from gpt2_fp8.layers import fp8_cast, te
 from gpt2_fp8.layers.emulated_product import EmulatedScales, Emulation, Product
-from gpt2_fp8.precision import recipes
-from gpt2_fp8.precision.float8_config import convert_linears, float8_config
-from gpt2_fp8.precision.support import why_no_torchao, why_not_recipe, why_not_te_fp8
 
 MULTIPLE = 16  # FP8 GEMMs take products of this many rows and columns
 SCALES = "fp8_scales"  # the emulated layers' state of delayed scaling, a submodule of the converted module

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.layers import Family, reference
 from gpt2_fp8.layers.block import Composed
 

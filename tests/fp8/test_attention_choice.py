@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends import attention_choice, emulated, resolve
-from gpt2_fp8.backends import fused as fused_backend
-from gpt2_fp8.backends.resolve import BACKENDS, fallen_back, unaccelerated
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.fp8 import emulated, resolve
+from gpt2_fp8.fp8 import fused as fused_backend
+from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, unaccelerated, why_not_attention
 from gpt2_fp8.layers import attention, sdpa
 
 WORDS = {
@@ -52,10 +52,10 @@ def test_each_backend_takes_its_kernels(name, kernel):
     taken = ["auto", *TAKEN.get(name, "sdpa cudnn flash te").split()]
     backend = made(name, kernel)
     if kernel in taken:
-        attention_choice.check(backend)
+        check_attention(backend)
         return
     with pytest.raises(UserError) as refused:
-        attention_choice.check(backend)
+        check_attention(backend)
     (problem,) = refused.value.problems
     assert problem.cause == f"attention={kernel} cannot run here: these layers have only torch's kernels"
     assert problem.remedy == "attention=flash, or leave attention out"
@@ -69,27 +69,27 @@ def test_a_refusal_names_the_nearest_that_works(name, kernel, can):
     if (name, kernel) == ("te", "te"):
         return  # these layers are not there without it
     with pytest.raises(UserError) as refused:
-        attention_choice.check(made(name, kernel))
+        check_attention(made(name, kernel))
     nearest = "cudnn" if kernel != "cudnn" else "te" if name == "te" else "sdpa"
     assert refused.value.problems[0].remedy == f"attention={nearest}, or leave attention out"
-    attention_choice.check(made(name, nearest))
+    check_attention(made(name, nearest))
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "te"])
 def test_a_cpu_has_torchs_choice_alone(kernel):
     with pytest.raises(UserError) as refused:
-        attention_choice.check(made("reference", kernel, "cpu"))
+        check_attention(made("reference", kernel, "cpu"))
     (problem,) = refused.value.problems
     assert "its kernels are a GPU's" in problem.cause
     assert problem.remedy == "attention=sdpa, or leave attention out"
-    attention_choice.check(made("reference", "sdpa", "cpu"))
+    check_attention(made("reference", "sdpa", "cpu"))
 
 
 def test_the_fused_layers_flash_is_flash_attention_4(can):
     can.remove("flash")
-    attention_choice.check(made("fused", "flash"))
+    check_attention(made("fused", "flash"))
     can.remove("flash 4")
-    assert attention_choice.why_not(made("fused", "flash"), "flash") == "no FlashAttention 4"
+    assert why_not_attention(made("fused", "flash"), "flash") == "no FlashAttention 4"
 
 
 def test_a_run_that_falls_back_to_bf16_leaves_a_kernel_that_its_layers_lack(monkeypatch, can):

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpt2_fp8.backends import attention_choice
-from gpt2_fp8.backends.base import Backend, Device, Ran
-from gpt2_fp8.backends.emulated import Emulated
-from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.torchao import Torchao
-from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import AttentionKernel, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.precision.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
+from gpt2_fp8.fp8.base import Backend, Device, Ran
+from gpt2_fp8.fp8.emulated import Emulated
+from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
+from gpt2_fp8.fp8.torchao import Torchao
+from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 
+NEAREST: tuple[AttentionKernel, ...] = ("flash", "cudnn", "te", "sdpa")  # the fastest first
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (Fused, TransformerEngine, Torchao, Reference, Emulated)
 }
@@ -64,7 +65,7 @@ def resolve(config: RunConfig, device: Device) -> Plan:
     There is no GPU for `compile_mode`.
     """
     plan = _resolve(config, device)
-    attention_choice.check(plan.backend)
+    check_attention(plan.backend)
     if config.compile_mode != "default" and not plan.backend.recorded:
         cause = f"compile_mode={config.compile_mode} records CUDA graphs, and this run is on the CPU"
         raise UserError.of(cause, "compile_mode=default")
@@ -100,7 +101,7 @@ def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
     if not plan.fp8:
         return plan
     backend = Reference(config, "bf16", plan.device)
-    if attention_choice.why_not(backend, config.attention):
+    if why_not_attention(backend, config.attention):
         backend = Reference(_freely(config), "bf16", plan.device)
     return replace(plan, ran="bf16", reason=reason, backend=backend, fell_back=True)
 
@@ -189,3 +190,21 @@ def _asked(config: RunConfig, name: str) -> type[Backend]:
         remedy = f"{'compile=auto, or ' if compiled else ''}precision.backend=auto"
         raise UserError.of(f"precision.backend={name} cannot run here: {reason}", remedy)
     return backend
+
+
+def check_attention(backend: Backend) -> None:
+    """Raise UserError if the backend's layers cannot take `attention`. It allocates at most one sequence's heads."""
+    kernel = backend.config.attention
+    if (reason := why_not_attention(backend, kernel)) is None:
+        return
+    nearest = next(other for other in NEAREST if other != kernel and why_not_attention(backend, other) is None)
+    raise UserError.of(f"attention={kernel} cannot run here: {reason}", f"attention={nearest}, or leave attention out")
+
+
+def why_not_attention(backend: Backend, kernel: AttentionKernel) -> str | None:
+    """Return why a backend's layers cannot take a kernel; None if they can."""
+    if kernel in ON_A_GPU and backend.device != "cuda":
+        return "its kernels are a GPU's, and this run is on the CPU"
+    if kernel in ON_A_GPU and backend.ran == "fp32":
+        return "its kernels take bfloat16, and this run is in fp32"
+    return None if kernel == "auto" else backend.why_not_attention(kernel)

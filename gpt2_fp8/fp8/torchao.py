@@ -7,15 +7,15 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import AutoRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.fp8.base import Backend, Device, Ran
+from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
+from gpt2_fp8.fp8.support import why_no_torchao, why_not_rowwise, why_not_te_fp8
 from gpt2_fp8.layers import Family, torchao
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.float8_config import float8_config, weight_dtype
-from gpt2_fp8.precision.support import why_no_torchao, why_not_rowwise, why_not_te_fp8
 
 
 class Torchao(Backend):

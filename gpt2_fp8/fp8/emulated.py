@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.fp8.base import Backend, Device, Ran
+from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
+from gpt2_fp8.fp8.recipes import delayed_scaling, formats
+from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.support import has_fp8_conversion
 from gpt2_fp8.layers import Family, emulated
 from gpt2_fp8.layers.emulated_product import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
-from gpt2_fp8.precision.recipes import delayed_scaling, formats
-from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
-from gpt2_fp8.precision.support import has_fp8_conversion
 
 
 class Emulated(Backend):

@@ -1,7 +1,7 @@
 """The owner of a model's FP8 scales: it finds the first ones, undoes them with a step, and saves them.
 
-Only delayed scaling keeps scales between steps. `precision.state` says where they are kept, `precision.calibrate` how
-the first are found, `precision.magnitudes` what an absurd amax may do.
+Only delayed scaling keeps scales between steps. `fp8.state` says where they are kept, `calibrate` how
+the first are found, `fp8.magnitudes` what an absurd amax may do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
-from gpt2_fp8.precision import magnitudes, state
+from gpt2_fp8.fp8 import magnitudes, state
 from gpt2_fp8.runtime import collectives
 
 PASSES = 2
@@ -75,7 +75,7 @@ class Scaling:
         return True
 
     def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor) -> None:
-        """Find the first scales from one micro-batch. For the arguments see `precision.calibrate.calibrate`."""
+        """Find the first scales from one micro-batch. For the arguments see `fp8.scaling.calibrate`."""
 
     def remember(self) -> Undo:
         """Copy scales and histories, and return a function that puts them back.
@@ -94,7 +94,7 @@ class Scaling:
     def absurd(self, micro_batches: int) -> Tensor | None:
         """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
 
-        Returns float32 on the device; None without stored scales. See `precision.magnitudes`.
+        Returns float32 on the device; None without stored scales. See `fp8.magnitudes`.
         """
         return None
 

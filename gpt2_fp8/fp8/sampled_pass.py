@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.backends.twin import twin_of
+from gpt2_fp8.fp8.base import Backend, twin_of
+from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
+from gpt2_fp8.fp8.quantized import Recipe, figures
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
-from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
-from gpt2_fp8.precision.quantized import Recipe, figures
 
 Observe = Callable[[str, str, Tensor], None]
 
@@ -44,7 +43,7 @@ class SampledPass:
     def __call__(
         self, ids: Tensor, share: int, micro_batch: int, scales: Mapping[FP8Tensor, Tensor]
     ) -> dict[FP8Tensor, Tensor]:
-        """Return the figures of each tensor that was met: float32 [4] on the device, as `precision.quantized` has them.
+        """Return the figures of each tensor that was met: float32 [4] on the device, as `fp8.quantized` has them.
 
         Args:
             ids: int32 [sequences, n_positions + 1]; -1 is padding.

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.transformer_engine import TransformerEngine
-from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.scaling import FP8Scaling
+from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 
 
 class Layer(nn.Module):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
-from gpt2_fp8.precision import state
 
 JUMP = 2.0**10
 

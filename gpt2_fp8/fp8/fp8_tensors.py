@@ -9,7 +9,7 @@ import torch
 
 from gpt2_fp8.config.kept_layers import PARTS, kept
 from gpt2_fp8.config.schema import FP8PrecisionConfig
-from gpt2_fp8.precision.recipes import formats
+from gpt2_fp8.fp8.recipes import formats
 
 Kind = Literal["input", "weight", "gradient"]
 KINDS: tuple[Kind, ...] = ("input", "weight", "gradient")

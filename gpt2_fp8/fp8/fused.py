@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.fp8.base import Backend, Device, Ran
+from gpt2_fp8.fp8.recipes import delayed_scaling
+from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
-from gpt2_fp8.precision.recipes import delayed_scaling
-from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
-from gpt2_fp8.precision.support import why_no_hopper, why_no_transformer_engine
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
 _KEPT = "Transformer Engine's, in bf16"

@@ -1,0 +1,1 @@
+"""How a model computes: backends, one class each, FP8 recipes, and the scales of FP8 tensors."""
