@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,6 +78,24 @@ def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
 def skips_where(optimizer: Optimizer) -> Tensor | None:
     """Return what `skip_where` has told an optimizer; None before it has."""
     return getattr(optimizer, "found_inf", None)
+
+
+def skip_on_host(optimizer: Optimizer) -> None:
+    """Have an optimizer that does not look at `found_inf` skip its steps by it. The host waits for the device then.
+
+    `_step_supports_amp_scaling` is how torch's fused optimizers say that they look. A scheduler wants a bound method.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    step = optimizer.step
+
+    def guarded(self: Optimizer, closure: Any = None) -> Any:
+        found = vars(self).pop("found_inf", None)  # torch's own refuse to step while they have it
+        if found is not None and found.item():
+            return None if closure is None else closure()
+        return step(closure)
+
+    optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
 
 
 def scheduler_counts(step: int, rates: Sequence[float | Tensor]) -> dict[str, Any]:

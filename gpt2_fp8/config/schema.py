@@ -161,7 +161,21 @@ class MuonOptimizer:
     ns_steps: Annotated[int, Range(1, 99)]  # Newton-Schulz iterations of an update
 
 
-OptimizerConfig = AdamWOptimizer | MuonOptimizer
+@dataclass(frozen=True, kw_only=True)
+class RegisteredOptimizer:
+    """An optimizer that a module of one's own has registered (`plugins`). It has the rates and decay of `optim`."""
+
+    name: Literal["registered"]
+    factory: str  # the name that it was registered under
+    state_bytes: Annotated[int, Range(0, 10**3)]  # of state a parameter: for estimates
+
+    @property
+    def label(self) -> str:
+        """The name that a checkpoint has for it."""
+        return f"registered {self.factory}"
+
+
+OptimizerConfig = AdamWOptimizer | MuonOptimizer | RegisteredOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig
+from gpt2_fp8.compat.torch_private import skip_on_host
+from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig, RegisteredOptimizer
 from gpt2_fp8.engine.muon import MuonAdamW
 from gpt2_fp8.engine.rounding import Keys
 from gpt2_fp8.engine.small_adamw import SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.parameters import is_block_matrix, packed_rows
+from gpt2_fp8.runtime import registry
 
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
@@ -30,6 +32,10 @@ def build_optimizer(
     named: _Named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
     if isinstance(choice, MuonOptimizer):
         return _muon(model, named, config, choice)
+    if isinstance(choice, RegisteredOptimizer):
+        made: Optimizer = registry.make("optimizer.factory", choice.factory, Optimizer, _groups(named, config), config)
+        skip_on_host(made)
+        return made
     if choice.name == "adamw":
         return _fused_adamw(named, config)
     keys: dict[Tensor, Keys] = {parameter: Keys.of(seed, name) for name, parameter in named}
@@ -44,6 +50,8 @@ def state_like(model: nn.Module, choice: OptimizerConfig) -> list[Tensor]:
     for name, parameter in model.named_parameters():
         if choice.name == "adamw_bf16":
             found += new_moments(parameter).values()
+        elif isinstance(choice, RegisteredOptimizer):
+            found.append(parameter.new_empty(choice.state_bytes * parameter.numel(), dtype=torch.uint8))
         else:
             one = choice.name == "muon" and is_block_matrix(name, parameter.shape)
             found += [torch.empty_like(parameter) for _ in range(1 if one else 2)]

@@ -1,4 +1,4 @@
-"""A user's own callbacks, loggers and sources of text, by name. Imports no torch.
+"""A user's own callbacks, loggers, sources of text and optimizers, by name. Imports no torch.
 
 A module that `plugins=[my_module]` names registers them when it is imported; the configuration then selects them:
 
@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 
 Factory = Callable[..., Any]
 _F = TypeVar("_F", bound=Factory)
-_known: dict[str, dict[str, Factory]] = {"callbacks.extra": {}, "logger.extra": {}, "data.source": {}}
+_known: dict[str, dict[str, Factory]] = {
+    "callbacks.extra": {},
+    "logger.extra": {},
+    "data.source": {},
+    "optimizer.factory": {},
+}
 _folders: list[str] = []  # searched for modules, in addition to Python's own path
 
 
@@ -42,6 +47,16 @@ def logger(name: str) -> Callable[[_F], _F]:
 def data_source(name: str) -> Callable[[_F], _F]:
     """Register what makes a `data.units.Source` from the data group, for `data=registered data.source=NAME`."""
     return _register("data.source", name)
+
+
+def optimizer(name: str) -> Callable[[_F], _F]:
+    """Register what makes a `torch.optim.Optimizer`, for `optimizer=registered optimizer.factory=NAME`.
+
+    It is called with two parameter groups, of matrices and of everything else, which have `params` and `weight_decay`,
+    and with the `optim` group. A fused optimizer of torch's skips a step that is not finite on the device; for any
+    other the host waits to know.
+    """
+    return _register("optimizer.factory", name)
 
 
 def load(modules: Sequence[str], folder: Path) -> None:

@@ -38,7 +38,7 @@ def add_state(checkpoint: dict[str, Any], step: TrainingStep) -> None:
     """Add every rank's random numbers, what a step begins with, and what the run computed in. Collective."""
     checkpoint["rng"] = rng.gather()
     checkpoint["model"] = asdict(step.config.model)
-    checkpoint["optimizer"] = step.config.optimizer.name
+    checkpoint["optimizer"] = _label(step.config)
     checkpoint["training_step"] = step.state_dict()
     plan = step.plan
     checkpoint["precision"] = {
@@ -100,7 +100,7 @@ def other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> I
         also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
         cause = f"trainer.max_steps={end} ends before {path}, of step {step}"
         yield Problem(cause, f"trainer.max_steps={step} or more{also}")
-    there, here = checkpoint.get("optimizer") or "adamw", config.optimizer.name
+    there, here = checkpoint.get("optimizer") or "adamw", _label(config)
     if there != here:
         cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
         yield Problem(cause, f"begin anew from its weights: run_name=NAME init_from={path} ckpt_path=null")
@@ -163,6 +163,10 @@ def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, 
     if not isinstance(before, float) or f"{before:.1e}" == now:
         return None
     return f"learning rate {now} from step {step + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
+
+
+def _label(config: RunConfig) -> str:
+    return getattr(config.optimizer, "label", config.optimizer.name)
 
 
 def refuse(differences: list[Problem]) -> None:

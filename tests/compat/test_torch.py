@@ -124,3 +124,18 @@ def test_the_agent_gives_its_ranks_time_to_save(monkeypatch):
         assert close.__defaults__ == (None, 600)
     finally:
         close.__defaults__ = kept
+
+
+def test_skip_on_host():
+    """A plain optimizer refuses `found_inf`, and a fused one looks at it."""
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        torch_private.skip_on_host(optimizer)
+        weight.grad = torch.ones(2)
+        torch_private.skip_where(optimizer, torch.ones(()))
+        optimizer.step()
+        assert weight.tolist() == [1, 1]
+        torch_private.skip_where(optimizer, torch.zeros(()))
+        optimizer.step()
+        assert weight.tolist() == [0, 0]

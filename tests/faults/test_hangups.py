@@ -124,22 +124,6 @@ def test_an_import_is_not_left_half_done(tmp_path, monkeypatch):
     assert sys.modules["slow_module"].done
 
 
-def test_who_is_on_the_way_out_is_left_in_peace():
-    """The signal is thrown again as long as nobody ends for it; but not into what ends for it."""
-    tidy = []
-
-    def tidies():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-        finally:
-            time.sleep(0.5)
-            tidy.append(True)
-
-    thrown_in(tidies)
-    assert tidy
-
-
 def test_held_it_is_noted_and_no_more():
     with signals.handled() as handlers:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -236,19 +220,6 @@ def drain(terminal):
             pass
     except OSError:
         pass
-
-
-@pytest.mark.slow
-def test_nohup_stays_nohup(tmp_path):
-    process = started(tmp_path, "nohup", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for_steps(process, tmp_path / "outputs/run")
-    process.send_signal(signal.SIGHUP)
-    time.sleep(1.0)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, output
-    assert "SIGHUP" not in output
 
 
 # ---- the benchmark -----------------------------------------------------------------------------------------------

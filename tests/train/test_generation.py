@@ -21,7 +21,6 @@ from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.train.generation import Generation
-from tests import forkserver
 from tests.data.tokenizers_made import write_json, write_trained
 from tests.runs import train
 from tests.train.test_huggingface import IDS, THEIRS, built, expressed, write_checkpoint
@@ -111,15 +110,6 @@ def test_each_text_is_as_alone(gpt2: str, tmp_path: Path) -> None:
     assert rows == alone
     other = written(tmp_path / "d", *words, f"prompts={file}", "seed=5")
     assert not {row["text"] for row in rows} & {row["text"] for row in other}
-
-
-def test_a_single_text_appears_as_it_is_drawn(gpt2: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    pieces: list[str] = []
-    monkeypatch.setattr(generate, "_printer", lambda: pieces.append)
-    (row,) = written(tmp_path / "out", gpt2, "prompt=To be", "tokens=30", "temperature=3", "top_k=null")
-    assert "".join(pieces) == f"To be{row['text']}\n"
-    assert len(pieces) > 8
-    assert "1 text, 30 tokens in " in capsys.readouterr().err
 
 
 def test_a_text_ends_with_its_document(gpt2: str, tmp_path: Path) -> None:
@@ -264,17 +254,6 @@ def test_a_tokenizer_that_is_gone_is_named_and_found_elsewhere(tmp_path: Path, m
     assert generate.main(words) == 2
     assert f"tokenizer={own}: neither gpt2 nor bytes" in capsys.readouterr().err
     assert before == written(tmp_path / "b", *words, f"tokenizer={tmp_path / 'moved'}")
-
-
-@pytest.mark.whole
-def test_the_program_in_a_process(gpt2: str) -> None:
-    words = [gpt2, "prompt=To be, or [not]: to=be", "tokens=12", "temperature=0"]
-    done = forkserver.python("-m", "gpt2_fp8.generate", *words, cwd=Path.cwd())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("To be, or [not]: to=be")
-    assert done.stderr.startswith(gpt2.partition("=")[2])
-    asked = forkserver.python("-m", "gpt2_fp8.generate", "--help", cwd=Path.cwd())
-    assert all(f"\n  {key} " in asked.stdout for key in vars(GenerateConfig()))
 
 
 @pytest.mark.whole

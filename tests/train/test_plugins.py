@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.measure.case import Case, measure
 from gpt2_fp8.runtime import registry
-from tests.runs import SMALL, forked, summary
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, summary, train
 from tests.test_readme import ROOT, blocks
 
 DOCUMENT = ROOT / "docs/plugins.md"
@@ -135,3 +138,41 @@ def test_a_file_selects_what_the_command_lines_plugins_register(here):
     path.write_text("# @package _global_\ncallbacks: {extra: [weight_norm]}\n")
     (config,) = preflight(["-cd", "theirs", "experiment=x", "plugins=[my_module]"])
     assert (config.callbacks.extra, config.plugins) == (["weight_norm"], ["my_module"])
+
+
+OPTIMIZER = """
+import torch
+from gpt2_fp8.runtime import registry
+
+for fused in (True, False):
+    registry.optimizer(f"sgd {fused}")(
+        lambda groups, optim, fused=fused: torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1, fused=fused)
+    )
+"""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_of_ones_own_skips_what_is_not_finite_and_continues_to_the_bit(tmp_path, monkeypatch, fused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sgds.py").write_text(OPTIMIZER)
+    words = ["plugins=[sgds]", "optimizer=registered", f"optimizer.factory='sgd {fused}'", "optim.lr=0.5"]
+    whole, legs = tmp_path / "whole", tmp_path / "legs"
+    train(whole, *words)
+    train(legs, *words, "trainer.max_steps=12", "callbacks.checkpoint_every_n_steps=6", "callbacks.keep_checkpoints=9")
+    again = tmp_path / "again"
+    train(again, *words, f"ckpt_path={checkpoint(legs, 6)}")
+    assert_same_checkpoint(checkpoint(whole, 12), checkpoint(again, 12))
+    losses = metrics(whole)["train_loss"]
+    assert losses[12] < losses[1]
+    with pytest.raises(UserError, match=f"optimizer=registered sgd {fused}, and this run has optimizer=adamw"):
+        train(tmp_path / "other", f"ckpt_path={checkpoint(legs, 6)}")
+    # a gradient that is not finite changes nothing
+    (config,) = preflight([*SMALL, *words])
+    registry.load(config.plugins, tmp_path)
+    model = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(model, config.optim, config.optimizer)
+    model(torch.full((1, 2), torch.inf)).sum().backward()
+    before = [weight.clone() for weight in model.parameters()]
+    skip_where(optimizer, torch.ones(()))
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
