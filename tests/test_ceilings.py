@@ -23,9 +23,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/model/**/*.py": (887, 12),
     "gpt2_fp8/reports/**/*.py": (956, 8),
     "gpt2_fp8/runtime/**/*.py": (1826, 20),
-    "gpt2_fp8/train/**/*.py": (3975, 28),
+    "gpt2_fp8/train/**/*.py": (3985, 28),
 }
-OTHERS = {"tests/**/*.py": 39998, "docs/*.md": 2188, "README.md": 150, "ARCHITECTURE.md": 208, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 40001, "docs/*.md": 2188, "README.md": 150, "ARCHITECTURE.md": 208, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

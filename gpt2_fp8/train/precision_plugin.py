@@ -94,10 +94,11 @@ class FP8Precision(MixedPrecision):
         """Convert the layers of `module`, in place, unless that was done.
 
         Raises UserError for a pattern of `keep_bf16` that no layer has, a module without a layer that can compute in
-        FP8, and one that was converted with other settings.
+        FP8, one that was converted with other settings, and a Trainer on another device.
         """
         if isinstance(getattr(module, "config", None), RunConfig):
             raise UserError.of("GPT2Module computes as its configuration says", "FP8Precision.from_config(config)")
+        self._check_device(module)
         if (how := self._conversion) is None or module is self._module:
             return module
         self.converted = convert.convert(module, how)
@@ -107,6 +108,15 @@ class FP8Precision(MixedPrecision):
         self._scaling.ready = True  # every scale is 1 before the first step
         rank_zero_info(f"{len(self.converted)} layers in {self.ran}, recipe {how.recipe.name}, by {how.backend}")
         return module
+
+    def _check_device(self, module: nn.Module) -> None:
+        try:
+            found = module.trainer.strategy.root_device.type  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):  # it is in no Trainer
+            return
+        if found != self.device:
+            cause = f"the Trainer computes on {found!r}, and FP8Precision was made for {self.device!r}"
+            raise UserError.of(cause, f"FP8Precision(device={'cpu' if found == 'cpu' else 'cuda'!r})")
 
     @contextmanager
     @override

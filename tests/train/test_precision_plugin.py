@@ -167,6 +167,9 @@ def test_without_fp8_units_bf16_trains_or_an_error_says_why(tmp_path: Path) -> N
     assert torch.equal(torch.stack(trained(tmp_path, plugin, epochs=1).losses), torch.stack(plain.losses))
     with pytest.raises(UserError, match="the CPU has no FP8 matrix units"):
         FP8Precision(device="cpu", fallback="error")
+    on_gpu = FP8Precision(backend="emulated", device="cuda")
+    with pytest.raises(UserError, match="the Trainer computes on 'cpu', and FP8Precision was made for 'cuda'"):
+        trained(tmp_path, on_gpu)
 
 
 @pytest.mark.parametrize(
