@@ -20,8 +20,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PLACES = {
-    "backends", "checkpoint", "config", "data", "diagnose", "engine", "kernels", "layers", "model", "precision",
-    "reports", "runtime", "test_layering.py", "test_written_programs.py",
+    "checkpoint", "config", "data", "diagnose", "engine", "fp8", "kernels", "layers", "model", "reports",
+    "runtime", "test_layering.py", "test_written_programs.py",
 }  # fmt: skip
 SECONDS = 60  # of one test, on a machine that has other work
 

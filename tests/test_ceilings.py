@@ -16,16 +16,16 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/config/**/*.py": (3334, 22),
     "gpt2_fp8/data/**/*.py": (3679, 20),
     "gpt2_fp8/diagnose/**/*.py": (514, 5),
-    "gpt2_fp8/engine/**/*.py": (2548, 25),
+    "gpt2_fp8/engine/**/*.py": (2545, 25),
     "gpt2_fp8/kernels/**/*.py": (3065, 28),
     "gpt2_fp8/layers/**/*.py": (2309, 26),
     "gpt2_fp8/measure/**/*.py": (896, 8),
     "gpt2_fp8/model/**/*.py": (887, 12),
     "gpt2_fp8/reports/**/*.py": (956, 8),
     "gpt2_fp8/runtime/**/*.py": (1826, 20),
-    "gpt2_fp8/train/**/*.py": (3985, 28),
+    "gpt2_fp8/train/**/*.py": (3993, 28),
 }
-OTHERS = {"tests/**/*.py": 40001, "docs/*.md": 2188, "README.md": 150, "ARCHITECTURE.md": 208, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 39998, "docs/*.md": 2192, "README.md": 150, "ARCHITECTURE.md": 210, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

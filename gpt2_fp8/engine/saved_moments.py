@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from gpt2_fp8.engine.muon import MuonAdamW
 from gpt2_fp8.engine.small_adamw import SmallAdamW
@@ -15,11 +15,8 @@ from gpt2_fp8.engine.small_adamw import SmallAdamW
 def check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Raise ValueError unless a saved optimizer state has the tensors that this optimizer keeps for its parameters.
 
-    Their names, shapes and dtypes are checked, which torch's `load_state_dict` does not do. What an optimizer of
-    somebody else's keeps is not known.
+    Their names, shapes and dtypes are checked, which torch's `load_state_dict` does not do.
     """
-    if not isinstance(optimizer, (AdamW, SmallAdamW, MuonAdamW)):
-        return
     named = [index for group in saved["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {index: _state_of(optimizer, parameter) for index, parameter in zip(named, parameters, strict=True)}

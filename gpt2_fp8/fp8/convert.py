@@ -2,7 +2,8 @@
 
 `nn.Linear` computes its product in FP8. With Transformer Engine, `nn.LayerNorm` and `nn.RMSNorm` become its own, too,
 which write bfloat16. A converted layer holds the same `nn.Parameter` under the same name: tied weights stay tied,
-optimizers and checkpoints see no difference. Everything else runs under bfloat16 autocast.
+optimizers and checkpoints see no difference. Everything else, subclasses of these too, runs under bfloat16 autocast.
+A product's rows (sequences times tokens) must be a multiple of 16, as its two other dimensions.
 """
 
 from __future__ import annotations
@@ -147,20 +148,19 @@ def _why_not(backend: str, recipe: str, device: Device) -> str | None:
 
 def _replace(module: nn.Module, made_of: Callable[[str, nn.Module], nn.Module | None]) -> None:
     """Put what `made_of` returns of each layer in its place; None leaves the layer. A shared layer stays shared."""
-    made: dict[nn.Module, nn.Module | None] = {}
-    for path, parent in list(module.named_modules()):
-        for name, child in parent.named_children():
-            if child not in made:
-                made[child] = made_of(f"{path}.{name}".lstrip("."), child)
+    names = {layer: name for name, layer in module.named_modules()}  # of a shared layer the first
+    made = {layer: made_of(name, layer) for layer, name in names.items() if layer is not module}
+    for parent in names:
+        for name, child in list(parent.named_children()):
             if (replacement := made[child]) is not None:
                 setattr(parent, name, replacement)
 
 
 def _of_transformer_engine(layer: nn.Module, fp8: bool) -> nn.Module | None:
     """Build Transformer Engine's module with the parameters of `layer`; None for a layer that stays as it is."""
-    if isinstance(layer, nn.Linear):
+    if type(layer) is nn.Linear:
         made = te.linear(layer.in_features, layer.out_features, layer.bias is not None, True) if fp8 else None
-    elif isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
+    elif isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) and type(layer) in (nn.LayerNorm, nn.RMSNorm):
         made = te.normalisation(layer)
     else:
         made = None

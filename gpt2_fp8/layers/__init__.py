@@ -20,7 +20,7 @@ All families have the same parameter names, shapes and initial values, so a stat
 
 `norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.
 RMSNorm has no `layer_norm_bias`. The first half of SwiGLU's `fc1_weight` is the gate, as Transformer Engine has it.
-Parameters are uninitialised: `model.initialise` fills them.
+Parameters are uninitialised: `model.gpt2.initialise` fills them.
 """
 
 from __future__ import annotations

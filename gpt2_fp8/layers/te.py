@@ -83,7 +83,7 @@ def _region(fp8: bool) -> Region:
 
 
 def _options(bias: bool) -> dict[str, Any]:
-    leave = lambda weight: weight  # noqa: E731 - model.initialise fills every parameter
+    leave = lambda weight: weight  # noqa: E731 - model.gpt2.initialise fills every parameter
     return {"bias": bias, "params_dtype": torch.float32, "init_method": leave}
 
 
@@ -143,7 +143,7 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part]
 class Attention(reference.Attention):
     """Causal attention with the kernel that TE chooses, in bf16: FP8 gains nothing with heads of 64.
 
-    On Hopper that is cuDNN's for the heads that `model_fits.cudnn_takes`.
+    On Hopper that is cuDNN's for the heads that `config.model_checks.cudnn_takes`.
 
     `kernel`: another than "auto" and "te" is torch's, as `reference.Attention` has it.
 

@@ -107,7 +107,8 @@ class LanguageModel(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the scales of delayed scaling as plain tensors, for `state_dict`."""
-        return self._scaling.state_dict()
+        # Without the sequences of a step: a loss here is a mean, whatever the batch.
+        return {name: value for name, value in self._scaling.state_dict().items() if name != "sequences"}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Keep the scales of a state dict for the next forward."""

@@ -74,7 +74,6 @@ class FP8Precision(MixedPrecision):
         self._conversion: Conversion | None = None
         self._module: nn.Module | None = None  # the one that was converted
         self._scaling = Scaling()
-        self._loaded = False  # a checkpoint's scales wait for the first training step
         if isinstance(found, Conversion):
             self._conversion = found
         else:
@@ -105,7 +104,6 @@ class FP8Precision(MixedPrecision):
         self._module = module
         settings = f"{how.precision}, {how.recipe}, {how.backend}" if isinstance(how.recipe, DelayedRecipe) else None
         self._scaling = FP8Scaling(module, settings, 1, self.forward_context)
-        self._scaling.ready = True  # every scale is 1 before the first step
         rank_zero_info(f"{len(self.converted)} layers in {self.ran}, recipe {how.recipe.name}, by {how.backend}")
         return module
 
@@ -133,14 +131,19 @@ class FP8Precision(MixedPrecision):
     @override
     def train_step_context(self) -> Iterator[None]:
         """Enter the precision of a training step, with the scales of the checkpoint that it continues from."""
-        if self._loaded:
-            self._scaling.take()
-            self._loaded = False
+        self._take_scales()
         with self.forward_context():
             yield
 
+    def _take_scales(self) -> None:
+        """Give the layers a checkpoint's scales. Without any, each is 1 before the first step."""
+        if not self._scaling.ready:
+            self._scaling.take()
+            self._scaling.ready = True
+
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
+        self._take_scales()
         with self._scaling.unchanged(), self.forward_context():
             yield
 
@@ -172,9 +175,9 @@ class FP8Precision(MixedPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's scales for the next training step."""
+        """Keep a checkpoint's scales for the next step."""
+        self._scaling.ready = False
         self._scaling.load_state_dict(state_dict)
-        self._loaded = True
 
 
 class RunPrecision(MixedPrecision):

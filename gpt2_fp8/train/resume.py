@@ -18,7 +18,7 @@ from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
@@ -150,14 +150,18 @@ def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, 
     schedule = build_schedule(optimizer, config.optim, last_step(config))
     step = checkpoint["lr_schedulers"][0]["last_epoch"]
     rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
+    own = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
     try:
-        check_moments(optimizer, checkpoint["optimizer_states"][0])
+        if not own:
+            check_moments(optimizer, checkpoint["optimizer_states"][0])
     except ValueError as error:
         raise CheckpointError.of(f"{path} cannot be continued from: {error}", "use the model that it is of") from None
     groups = checkpoint["optimizer_states"][0]["param_groups"]
     before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
-        settings = {key: value for key, value in fresh.items() if key != "params"}
+        settings = {
+            k: v for k, v in fresh.items() if k != "params" and (not own or k in ("initial_lr", "weight_decay"))
+        }
         saved.update(settings, lr=lr)
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(step, rates)]
     if not isinstance(before, float) or f"{before:.1e}" == now:

@@ -137,10 +137,10 @@ def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("broken", "late"),
     [
-        ("backends.sampled_pass.SampledPass._go", False),
-        ("precision.stored_scales.StoredScales.send", True),
-        ("precision.stored_scales.StoredScales.received", False),
-        ("precision.stored_scales.StoredScales.received", True),
+        ("fp8.sampled_pass.SampledPass._go", False),
+        ("fp8.stored_scales.StoredScales.send", True),
+        ("fp8.stored_scales.StoredScales.received", False),
+        ("fp8.stored_scales.StoredScales.received", True),
     ],
 )
 def test_an_error_in_looking_does_not_end_a_run(tmp_path, monkeypatch, caplog, broken, late):

@@ -169,15 +169,6 @@ def test_the_first_gpt2_folders_are_read(tmp_path: Path, dtype: torch.dtype) -> 
     assert apart(built(model, hf_import.read_weights(tmp_path, model, IDS)), theirs) < BOUND
 
 
-def test_a_configuration_of_before_transformers_5_says_the_same(tmp_path: Path) -> None:
-    save_theirs(tmp_path, "Llama 3.2")
-    now = expressed(tmp_path)
-    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    edited(tmp_path, rope_parameters="gone", rope_theta=5e5, rope_scaling=scaling, head_dim="gone")
-    assert expressed(tmp_path) == now
-    assert (now.rope_base, now.rope_scaling, now.rope_original_positions) == (5e5, 8.0, 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     save_theirs(tmp_path, "Qwen3").to(dtype).save_pretrained(tmp_path)
@@ -373,17 +364,6 @@ def test_an_imported_folder_is_a_checkpoint_and_goes_back_bit_for_bit(tmp_path: 
     assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
     there, back = theirs.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[key], there[key]) for key in back)
-
-
-def test_a_width_that_only_fp8_cannot_divide_is_imported(tmp_path: Path, capsys: Any) -> None:
-    config = transformers.GPT2Config(**GPT2_SIZES | {"n_embd": 40})
-    theirs = transformers.GPT2LMHeadModel(config)
-    theirs.save_pretrained(tmp_path / "in")
-    words = [str(tmp_path / "in"), str(tmp_path / "own"), "data.tokenizer=bytes"]
-    assert import_hf.main([*words, "precision=fp8_hybrid"]) == 2
-    assert "model.n_embd=40" in capsys.readouterr().err
-    assert import_hf.main(words) == 0
-    assert apart(GPT2Module.load_from_checkpoint(tmp_path / "own").model, theirs.eval()) < BOUND
 
 
 def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_path: Path, capsys: Any) -> None:

@@ -127,6 +127,23 @@ def test_scales_are_plain_tensors_in_a_folder_too(tmp_path: Path) -> None:
     assert len(scales) == 2 * len(plugin.converted)
     assert (scales > 1).all()
     assert saved["fp8_scales.scaling_bwd.amax_history"].shape == (16, len(plugin.converted))
+    again = FP8Precision(recipe="delayed", backend="emulated", device="cpu")  # no step is left
+    trainer(tmp_path, [again, FolderCheckpointIO()], 1).fit(made(), texts(), ckpt_path=saves.best_model_path)
+    assert torch.equal(again.state_dict()["fp8_scales.scaling_fwd.scale"], scales)
+
+
+def test_a_layer_with_two_names_is_one_and_a_subclass_stays() -> None:
+    class Own(nn.LayerNorm):
+        pass
+
+    module = nn.Sequential(nn.Sequential(nn.Linear(16, 16), Own(16)))
+    module.head = module[0][0]
+    plugin = FP8Precision(backend="emulated", device="cpu")
+    plugin.convert_module(module)
+    assert module.head is module[0][0]
+    assert not isinstance(module.head, nn.Linear)
+    assert plugin.converted == ["0.0"]
+    assert type(module[0][1]) is Own
 
 
 def test_names_ties_and_every_kind_of_step(tmp_path: Path) -> None:
