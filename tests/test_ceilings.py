@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # lines, modules
     "gpt2_fp8/*.py": (1409, 13),
-    "gpt2_fp8/fp8/**/*.py": (2165, 18),
+    "gpt2_fp8/fp8/**/*.py": (2160, 18),
     "gpt2_fp8/callbacks/**/*.py": (1408, 11),
     "gpt2_fp8/checkpoint/**/*.py": (1832, 15),
     "gpt2_fp8/compat/**/*.py": (724, 12),
@@ -20,12 +20,12 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/kernels/**/*.py": (3065, 28),
     "gpt2_fp8/layers/**/*.py": (2309, 26),
     "gpt2_fp8/measure/**/*.py": (896, 8),
-    "gpt2_fp8/model/**/*.py": (887, 12),
+    "gpt2_fp8/model/**/*.py": (883, 12),
     "gpt2_fp8/reports/**/*.py": (956, 8),
     "gpt2_fp8/runtime/**/*.py": (1826, 20),
-    "gpt2_fp8/train/**/*.py": (3993, 28),
+    "gpt2_fp8/train/**/*.py": (3987, 28),
 }
-OTHERS = {"tests/**/*.py": 39998, "docs/*.md": 2192, "README.md": 150, "ARCHITECTURE.md": 210, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 39999, "docs/*.md": 2192, "README.md": 150, "ARCHITECTURE.md": 210, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

@@ -23,7 +23,7 @@ from gpt2_fp8.config.schema import (
     StatelessRecipe,
 )
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor, fp8_tensors
-from gpt2_fp8.fp8.scaling import Scaling
+from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.layers import Family, reference, sdpa
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
@@ -178,7 +178,9 @@ class Backend(ABC):
         """What computes attention in a twin of plain-torch layers: `kernel`, unless these layers alone have it."""
         return "auto" if Backend.why_not_attention(self, self.kernel) else self.kernel
 
-    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+    def loss(
+        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
+    ) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
         With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside
@@ -186,7 +188,7 @@ class Backend(ABC):
         and `torch.compile` makes one graph instead of three.
         """
         is_first_microbatch = is_first_microbatch if self.fp8 else None
-        return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty)
+        return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty, targets)
 
     def bf16_model(self, model: GPT2) -> GPT2:
         """Return what computes in bf16 with the parameters of `model`, of an FP8 run, inside `bf16_context`.
@@ -195,16 +197,20 @@ class Backend(ABC):
         """
         return twin_of(model, self.recompute, self.twin_kernel)
 
-    def bf16_loss(self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False) -> Tensor:
+    def bf16_loss(
+        self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False, targets: Tensor | None = None
+    ) -> Tensor:
         """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`.
 
         `compiled`: `torch.compile` compiles it. Then it has the kernels of a run in bf16, whose loss is not fused.
         """
-        return loss_of(model, ids, None, scale, ids.is_cuda and not compiled, self.config.penalty)
+        return loss_of(model, ids, None, scale, ids.is_cuda and not compiled, self.config.penalty, targets)
 
     def scaling(self, model: GPT2) -> Scaling:
         """Return the owner of the model's FP8 scales."""
-        return Scaling()
+        if not self.fp8:
+            return Scaling()
+        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

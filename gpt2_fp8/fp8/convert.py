@@ -160,7 +160,7 @@ def _of_transformer_engine(layer: nn.Module, fp8: bool) -> nn.Module | None:
     """Build Transformer Engine's module with the parameters of `layer`; None for a layer that stays as it is."""
     if type(layer) is nn.Linear:
         made = te.linear(layer.in_features, layer.out_features, layer.bias is not None, True) if fp8 else None
-    elif isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) and type(layer) in (nn.LayerNorm, nn.RMSNorm):
+    elif type(layer) is nn.LayerNorm or type(layer) is nn.RMSNorm:
         made = te.normalisation(layer)
     else:
         made = None

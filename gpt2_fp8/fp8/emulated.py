@@ -12,11 +12,9 @@ from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.fp8.recipes import delayed_scaling, formats
-from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.fp8.support import has_fp8_conversion
 from gpt2_fp8.layers import Family, emulated
 from gpt2_fp8.layers.emulated_product import Emulation
-from gpt2_fp8.model.gpt2 import GPT2
 
 
 class Emulated(Backend):
@@ -58,10 +56,6 @@ class Emulated(Backend):
         how = Emulation(recipe.name, *formats(precision), precision.backward)
         delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
         return emulated.Emulated(how, delayed, self.recompute, self.kernel)
-
-    @override
-    def scaling(self, model: GPT2) -> Scaling:
-        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @override
     def fp8_tensors(self) -> list[FP8Tensor]:

@@ -10,10 +10,9 @@ from gpt2_fp8.config.kept_layers import every_block, kept
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
-from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
 from gpt2_fp8.layers import Family
-from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
+from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
 _KEPT = "Transformer Engine's, in bf16"
@@ -47,10 +46,6 @@ class Fused(Backend):
         assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
         return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
-
-    @override
-    def scaling(self, model: GPT2) -> Scaling:
-        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @override
     def head_factor(self, rows: int, columns: int) -> float:

@@ -12,6 +12,7 @@ from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import AutoRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
+from gpt2_fp8.fp8.scaling import Scaling
 from gpt2_fp8.fp8.support import why_no_torchao, why_not_rowwise, why_not_te_fp8
 from gpt2_fp8.layers import Family, torchao
 from gpt2_fp8.layers.block import Composed
@@ -52,9 +53,15 @@ class Torchao(Backend):
         block, head = (float8_config(precision, self.recipe.name, head, self.emulate) for head in (False, True))
         return Composed(torchao.Layers(block, head, weight_dtype(precision)), self.recompute, self.kernel)
 
-    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+    def loss(
+        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
+    ) -> Tensor:
         """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
-        return super().loss(model, ids, None, scale)
+        return super().loss(model, ids, None, scale, targets)
+
+    def scaling(self, model: GPT2) -> Scaling:
+        """See `Backend`. No scale outlives its product."""
+        return Scaling()
 
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""

@@ -20,7 +20,6 @@ from gpt2_fp8.config.schema import (
 )
 from gpt2_fp8.fp8.base import Backend
 from gpt2_fp8.fp8.recipes import build_recipe, region
-from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.fp8.support import why_no_transformer_engine
 from gpt2_fp8.layers import Family, te, te_split
 from gpt2_fp8.layers.block import Composed
@@ -71,12 +70,6 @@ class TransformerEngine(Backend):
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. It is `model` itself: its layers compute in FP8 only in `fp8_region`."""
         return model
-
-    @override
-    def scaling(self, model: GPT2) -> Scaling:
-        if not self.fp8:
-            return Scaling()
-        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @override
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:

@@ -24,22 +24,18 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(
-    model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, fused: bool, penalty: PenaltyConfig
-) -> Tensor:
+    model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, fused: bool, penalty: PenaltyConfig,
+    targets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
+
+    Or over `targets`, integers of the shape of `ids` [sequences, tokens]; a negative one has no loss.
 
     With gradients, `penalty` is added: see `penalty` for the shape. `is_first_microbatch`: see `GPT2.forward`. `fused`:
     see `cross_entropy`; a head with a loss of its own does not ask for it.
     """
-    return loss_of_targets(model, *split(ids), is_first_microbatch, scale, fused, penalty)
-
-
-def loss_of_targets(
-    model: GPT2, inputs: Tensor, targets: Tensor, is_first_microbatch: bool | None, scale: float, fused: bool,
-    penalty: PenaltyConfig,
-) -> Tensor:  # fmt: skip
-    """Compute what `loss_of` does for `inputs` and `targets`, int64 [sequences, tokens]; negative targets have none."""
     penalty = penalty if torch.is_grad_enabled() else NO_PENALTY
+    inputs, targets = split(ids) if targets is None else (ids.long(), targets.long())
     outputs: list[Tensor] | None = [] if penalty.activation_l1 else None
     x = model.hidden_states(inputs, is_first_microbatch, outputs)
     if chunked := getattr(model.head, "loss", None):

@@ -17,7 +17,6 @@ from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2, initialise
-from gpt2_fp8.model.loss import loss_of_targets
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import hf_import
 
@@ -67,25 +66,22 @@ class LanguageModel(nn.Module):
         are part of the loss. Without, it is computed in the precision of a run's validations. Without targets: logits
         [sequences, tokens, vocab_size].
         """
-        ids = ids.long()
+        backend, in_bf16 = self.plan.backend, self.plan.backend.evaluates_in_bf16
         if targets is not None and torch.is_grad_enabled():
             self._find_scales(ids, targets)
-            with self.plan.backend.forward_context():
-                return penalties.trained(self._loss(ids, targets.long()))
-        backend, in_bf16 = self.plan.backend, self.plan.backend.evaluates_in_bf16
+            with backend.forward_context():
+                return penalties.trained(self._loss(ids, targets))
         if not in_bf16:
             self._find_scales(ids, targets)
         context = backend.bf16_context() if in_bf16 else backend.forward_context()
         with torch.no_grad(), self._scaling.unchanged(), context:
             model = self._in_bf16() if in_bf16 else self.model
             if targets is None:
-                return model(ids)[..., : self.vocab_size]
-            fused = ids.is_cuda if in_bf16 else backend.fused_loss
-            return loss_of_targets(model, ids, targets.long(), None, 1.0, fused, self.config.penalty)
+                return model(ids.long())[..., : self.vocab_size]
+            return backend.bf16_loss(model, ids, 1.0, targets=targets) if in_bf16 else self._own(ids, targets)
 
     def _own(self, ids: Tensor, targets: Tensor) -> Tensor:
-        backend = self.plan.backend
-        return loss_of_targets(self.model, ids, targets, None, 1.0, backend.fused_loss, self.config.penalty)
+        return self.plan.backend.loss(self.model, ids, None, 1.0, targets)
 
     def _in_bf16(self) -> GPT2:
         if not self._twin:
@@ -101,8 +97,8 @@ class LanguageModel(nn.Module):
         assert isinstance(self._scaling, FP8Scaling)
         self._scaling.sequences = len(ids)
         with torch.enable_grad(), in_mode(self.model, training=True):
-            both = torch.cat([ids, targets[:, -1:].long()], dim=1)
-            self._scaling.calibrate(lambda _: penalties.trained(self._own(ids, targets.long())), both)
+            both = torch.cat([ids, targets[:, -1:]], dim=1)
+            self._scaling.calibrate(lambda _: penalties.trained(self._own(ids, targets)), both)
         self._scaling.ready = True
 
     def get_extra_state(self) -> dict[str, Any]:

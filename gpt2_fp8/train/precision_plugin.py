@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -120,11 +120,9 @@ class FP8Precision(MixedPrecision):
     @override
     def forward_context(self) -> Iterator[None]:
         """Enter the precision of one forward. The backward runs outside of it."""
-        with ExitStack() as stack:
-            stack.enter_context(self.autocast_context_manager())
-            if self._module is not None:
-                assert self._conversion is not None
-                stack.enter_context(self._conversion.region(self._module))
+        how, module = self._conversion, self._module
+        region = nullcontext() if how is None or module is None else how.region(module)
+        with self.autocast_context_manager(), region:
             yield
 
     @contextmanager

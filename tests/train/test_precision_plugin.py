@@ -126,6 +126,7 @@ def test_scales_are_plain_tensors_in_a_folder_too(tmp_path: Path) -> None:
     scales = saved["fp8_scales.scaling_fwd.scale"]
     assert len(scales) == 2 * len(plugin.converted)
     assert (scales > 1).all()
+    assert load_config("recipe=delayed", "micro_batch_size=8").recipe == plugin._conversion.recipe, "as conf/ has it"
     assert saved["fp8_scales.scaling_bwd.amax_history"].shape == (16, len(plugin.converted))
     again = FP8Precision(recipe="delayed", backend="emulated", device="cpu")  # no step is left
     trainer(tmp_path, [again, FolderCheckpointIO()], 1).fit(made(), texts(), ckpt_path=saves.best_model_path)
