@@ -25,7 +25,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1826, 20),
     "gpt2_fp8/train/**/*.py": (3987, 28),
 }
-OTHERS = {"tests/**/*.py": 39999, "docs/*.md": 2192, "README.md": 150, "ARCHITECTURE.md": 210, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 40000, "docs/*.md": 2192, "README.md": 150, "ARCHITECTURE.md": 210, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

@@ -184,8 +184,9 @@ def test_it_goes_on_after_it_was_stopped(number, code, workers, here):
     out, err = process.communicate(timeout=30)
     assert process.returncode == code, err
     assert "Traceback" not in err
-    time.sleep(0.5 if workers else 0)  # a killed program's workers end soon after it
-    kept = {path.stem for path in (here / "cache").glob("*.json")}
+    kept: set[str] = set()
+    while kept != (kept := {path.stem for path in (here / "cache").glob("*.json")}):
+        time.sleep(1.5 if workers else 0)  # a killed program's workers end soon after it, each with its unit
     assert 6 <= len(kept) < 40
     if code > 0:
         assert 0 < sum(counts(out)[1]) <= len(kept)
