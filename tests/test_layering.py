@@ -54,7 +54,7 @@ HOUSE = {
     # one optimizer step
     "engine": Row("fp8 model kernels runtime compat config", "torch"),
     # how a model is computed
-    "fp8": Row("model layers runtime compat config", "torch transformer_engine torchao"),
+    "fp8": Row("model layers kernels runtime compat config", "torch transformer_engine torchao"),
     "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(

@@ -47,7 +47,7 @@ def cudnn() -> dict[str, Any]:
     """Return the version of the cuDNN that is loaded, which may be another one than torch's own."""
     import torch
 
-    from gpt2_fp8.kernels.libraries import dotted
+    from gpt2_fp8.kernels import dotted
 
     try:
         number = torch.backends.cudnn.version()

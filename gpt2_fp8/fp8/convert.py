@@ -25,7 +25,7 @@ from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.recipes import convert_linears, float8_config
 from gpt2_fp8.fp8.support import why_no_torchao, why_not_recipe, why_not_te_fp8
 from gpt2_fp8.layers import fp8_cast, te
-from gpt2_fp8.layers.emulated_product import EmulatedScales, Emulation, Product
+from gpt2_fp8.layers.emulated import EmulatedScales, Emulation, Product
 
 MULTIPLE = 16  # FP8 GEMMs take products of this many rows and columns
 SCALES = "fp8_scales"  # the emulated layers' state of delayed scaling, a submodule of the converted module

@@ -14,7 +14,7 @@ from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.fp8.recipes import delayed_scaling, formats
 from gpt2_fp8.fp8.support import has_fp8_conversion
 from gpt2_fp8.layers import Family, emulated
-from gpt2_fp8.layers.emulated_product import Emulation
+from gpt2_fp8.layers.emulated import Emulation
 
 
 class Emulated(Backend):

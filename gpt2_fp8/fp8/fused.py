@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.block_spec import block_spec
+from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
-from gpt2_fp8.layers import Family
+from gpt2_fp8.kernels import nvrtc, product
+from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
+from gpt2_fp8.layers import Family, attention
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
@@ -49,26 +52,21 @@ class Fused(Backend):
 
     @override
     def head_factor(self, rows: int, columns: int) -> float:
-        from gpt2_fp8.layers.chosen import head_factor
-
-        return head_factor(rows, columns, self.config.model.n_embd)
+        has_logits = nvrtc.missing() is not None or product.why_logits(rows, columns, self.config.model.n_embd)
+        return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
 
     @override
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
         if kernel == "flash":
-            from gpt2_fp8.layers.attention import why_not_flash
-
             heads, tokens, _ = self.attention_shape
-            return why_not_flash(heads, tokens)
+            return attention.why_not_flash(heads, tokens)
         return why_no_transformer_engine() if kernel == "te" else super().why_not_attention(kernel)
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
-        from gpt2_fp8.layers.chosen import chosen
-
         in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
         rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
-        parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        parts = describe_kernels(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         if in_bf16.head:
             parts["logits"] = _KEPT
         if every_block(in_bf16):
@@ -78,8 +76,6 @@ class Fused(Backend):
 
     def _attention(self, of_te: bool) -> str:
         """Name the kernels of attention, for people. `of_te`: all blocks are Transformer Engine's."""
-        from gpt2_fp8.layers import attention
-
         heads, tokens, _ = self.attention_shape
         if self.config.attention in ("sdpa", "math", "cudnn"):
             return self.torch_attention()
@@ -92,6 +88,45 @@ class Fused(Backend):
 
     @override
     def slower(self) -> list[str]:
-        from gpt2_fp8.layers.chosen import slower
+        flash = attention.why_no_flash()
+        return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
 
-        return slower()
+
+def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
+    """Describe the kernel of each part of the fused layers but attention, by the part, and why not a faster one.
+
+    Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`, `layer_norm.keeps_rows`.
+
+    `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
+    """
+    missing, n_embd = nvrtc.missing() is not None, spec.n_embd
+    gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
+    if missing or n_embd > nvrtc.WIDEST_COLUMNS:
+        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {nvrtc.WIDEST_COLUMNS:,})")
+    else:
+        norm = "in CUDA C++, over rows"
+    return {
+        "gelu": _describe_product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
+        "logits": _describe_logits(rows, padded_vocab_size, n_embd, missing),
+        "normalisation": norm,
+        "casts": f"in {'Triton' if missing else 'CUDA C++'}",
+    }
+
+
+def _describe_logits(rows: int, padded_vocab_size: int, n_embd: int, missing: bool) -> str:
+    """Describe training's logits. Those of an evaluation are in bfloat16, and stored."""
+    why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
+    if missing or why_no_statistics:
+        return _with_reason("without their statistics", why_no_statistics)
+    why_stored = product.why_logits(rows, padded_vocab_size, n_embd)
+    return _describe_product("never in memory", "with their statistics", why_stored, missing)
+
+
+def _describe_product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:
+    if why_not is None and not missing:
+        return fused
+    return _with_reason(otherwise, why_not)
+
+
+def _with_reason(what: str, why: str | None) -> str:
+    return what + (f" ({why})" if why else "")

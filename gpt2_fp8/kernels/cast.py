@@ -7,6 +7,9 @@ Moving single bytes between threads is slow. So a program handles rows in groups
 third and fourth rows of all groups as four tiles. Then it packs the four bytes of a group and column into one word.
 Threads exchange words, a quarter as many (`store_both`).
 
+`cast_transpose` has a faster kernel in CUDA C++ (`cuda/cast.cu`), whose blocks read and write whole lines of memory.
+Triton's is for shapes that are no multiples of 16, and where CUDA C++ cannot be compiled.
+
 Every kernel takes a `Slot`: the scale to multiply by, and where to record the amax. Delayed scaling turns the amax into
 the scale of later steps. Conversion saturates; NaN stays NaN.
 """
@@ -18,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_fp8.kernels import cast_lines
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.formats import Slot
 
 GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
 TILES, STAGES = 8, 3  # tiles below each other for one program, if there are enough rows
+LINES, THREADS = 128, 256  # in CUDA C++: a block has LINES rows and LINES columns
+BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # for each multiprocessor, limited by its registers
 
 _E4M3 = tl.constexpr(
     "{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
@@ -160,8 +165,8 @@ def cast_transpose(
     m, n = x.shape
     assert m % 4 == 0, "rows go in groups of four"
     q, qt = out or empty_pair(m, n, slot.dtype, x.device)
-    if cast_lines.fits(x):
-        return q, qt, cast_lines.cast(x, slot, q, qt, sums)
+    if m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.missing() is None:
+        return q, qt, _cast_in_cuda(x, slot, q, qt, sums)
     grid, tiles = tile_grid(m, n)
     partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)
     _cast[grid](
@@ -169,3 +174,15 @@ def cast_transpose(
         SUMS=sums, GROUPS=GROUPS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return q, qt, partial
+
+
+def _cast_in_cuda(x: Tensor, slot: Slot, q: Tensor, qt: Tensor, sums: bool) -> Tensor:
+    """Quantize x into q and qt; return the partial column sums, empty unless `sums`. It reads 16 bytes at a time."""
+    m, n = x.shape
+    down = -(-m // LINES)
+    partial = torch.empty((down, n) if sums else 0, dtype=torch.float32, device=x.device)
+    given = {"TILE": LINES, "THREADS": THREADS, "BLOCKS": BLOCKS[x.dtype], "E4M3": slot.dtype == torch.float8_e4m3fn}
+    given |= {"FLOAT32": x.dtype == torch.float32, "SUMS": sums}
+    launch = nvrtc.kernel("cast", given, x.device, THREADS, shared_bytes=0)
+    launch(down * -(-n // LINES), x, q, qt, partial, slot.scale, slot.amax, m, n)
+    return partial

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2_fp8.kernels import cast
 from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, store_transposed, tile_grid
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.formats import Slot
 
 STAGES = 3  # loads of the next tiles run while one is computed
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, tile_grid
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.formats import Slot
 
 COLUMNS, WARPS, STAGES = 64, 4, 3  # forward: a program goes over blocks of COLUMNS while the next two are loaded
 BACKWARD_GROUPS, BACKWARD_COLUMNS, BACKWARD_STAGES = 16, 64, 3  # backward: tiles as in `cast`

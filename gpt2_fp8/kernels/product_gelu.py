@@ -4,33 +4,22 @@ The GEMM's result passes GELU, or is multiplied by its derivative, and is quanti
 registers. See `kernels.gelu` for the arithmetic. GELU's input h is never in memory. The backward needs only gelu'(h),
 which the forward leaves as a code of one byte: linear, with an RMS error of 0.21 %, and exact where it is 0 or 1.
 
-A separate kernel would write and read the result once more: 2 + 2 bytes a number. Here a block keeps a slab of the
-weight in shared memory. So the inner dimension must be short (n_embd up to 1,024), and those are the GEMMs for which
-the saving matters. Sums stay in the tensor cores, as with `fast_accumulate` of `kernels.gemm`.
+A separate kernel would write and read the result once more: 2 + 2 bytes a number. n_embd up to 1,024 fits, and those
+are the GEMMs for which the saving matters (`kernels.product`).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2_fp8.kernels import nvrtc, shapes
-from gpt2_fp8.kernels.shapes import COLUMNS, LINE, ROWS, why_no_product
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.formats import Slot
+from gpt2_fp8.kernels.product import COLUMNS, ROWS, Operands, product_kernel, tensor_map
 
 CODES, CODE_OF_ZERO = 202, 26  # a code is CODES gelu' + CODE_OF_ZERO, rounded; as in `cuda/gelu.cuh`
-
-
-class Operands(NamedTuple):
-    """The operands of a b^T: a [M, K] and b [N, K], both FP8, with their inverse scales (float32, one element each)."""
-
-    a: Tensor
-    b: Tensor
-    a_scale_inv: Tensor
-    b_scale_inv: Tensor
 
 
 class Activated(NamedTuple):
@@ -45,43 +34,6 @@ class ActivatedGradient(NamedTuple):
 
     q: Tensor  # FP8 [M, N] of the gradient of h times its slot's scale
     sums: Tensor  # partial column sums of the gradient, float32 [P, N]
-
-
-def fits(a: Tensor, b: Tensor, staged: int = 0) -> bool:
-    """Return whether these kernels can compute a b^T: see `shapes.why_no_product`."""
-    (m, k), n = a.shape, b.shape[0]
-    if why_no_product(m, n, k, staged):
-        return False
-    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
-
-
-def tensor_map(a: Tensor) -> Any:
-    """Describe one line of a tile of a [M, K] to the copy engine.
-
-    16 rows come as two times eight, the even ones first. So the two rows of a thread are neighbours
-    (`cuda/product.cuh`).
-    """
-    m, k = a.shape
-    rows = a.view(torch.uint8).view(m // 16, 8, 2, k).transpose(1, 2)
-    return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
-
-
-def product_kernel(
-    name: str, operands: Operands, e4m3: bool = True, staged: int = 0, **constants: int
-) -> tuple[nvrtc.Kernel, int]:
-    """Return the kernel of a GEMM with an epilogue and its number of blocks. `e4m3`: the format of an FP8 result.
-
-    `staged`: bytes of shared memory that each warp group needs for its results. `constants`: the kernel's own.
-    """
-    a, b, *scales = operands
-    (m, k), n = a.shape, b.shape[0]
-    assert b.shape[1] == k, (a.shape, b.shape)
-    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, b)), "whole lines at multiples of 16 bytes"
-    assert all(t.dtype == torch.float32 and t.numel() == 1 for t in scales)
-    shape = shapes.product(k, staged)
-    given = {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2, **constants}
-    kernel = nvrtc.kernel(name, given, a.device, 128 * (shapes.WARPGROUPS + 1), shape.shared_bytes)
-    return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
 
 
 @cache

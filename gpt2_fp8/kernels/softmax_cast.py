@@ -8,6 +8,10 @@ the GEMMs' scale instead.
 Between the kernels a row is described by two numbers: its largest logit and the logarithm of its sum. Added into one
 number, they would be rounded to the precision of the larger, and with them every probability of the row.
 
+Where the head's GEMM fits (`kernels.product`), the first kernel is its epilogue (`product_logits`,
+`cuda/product_logits.cu`): while a tile of logits is still in registers, each row's largest logit is found, and the sum
+of the exponentials relative to it.
+
 With z-loss the gradient is softmax (1 + 2 z lse) - onehot. The factor stays. A value saturates beyond 1.75, so only
 where a probability is near 1 and z |lse| above 0.375. Nothing bounds lse by itself, but z-loss pulls it towards 0: at
 the usual z of 1e-4 it would have to be beyond 3,750. Saturation keeps the direction.
@@ -17,7 +21,7 @@ The second kernel is CUDA C++ (`cuda/softmax_gradient.cu`), or Triton if that ca
 
 from __future__ import annotations
 
-from math import log, log2
+from math import log
 
 import torch
 import triton
@@ -27,12 +31,14 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair, store_both
 from gpt2_fp8.kernels.cross_entropy import LANE, LANES, LOG2E, WARPS, row_statistics
-from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
-from gpt2_fp8.kernels.slot import LARGEST
+from gpt2_fp8.kernels.formats import HEAD_GRADIENT, LOGITS_EXPONENT
+from gpt2_fp8.kernels.product import COLUMNS as SLAB
+from gpt2_fp8.kernels.product import Operands, product_kernel, tensor_map
 
 GROUPS, COLUMNS, TILE_WARPS = 8, 128, 4  # in Triton: a program has 4 * GROUPS rows
 TILE, THREADS = 128, 256  # in CUDA C++: a block has TILE rows and TILE columns
 BLOCKS = 4  # for each multiprocessor
+JOIN_ROWS, JOIN_SLABS = 32, 64  # of `product_logits`: what a program of its second kernel holds at once
 
 
 @triton.jit
@@ -92,6 +98,33 @@ def _gradient(
     store_both(q, qt, p0, p1, p2, p3, groups, columns, M, N, 1.0, True)
 
 
+@triton.jit
+def _combine(parts, logits, targets, losses, exponents, slabs, M, N, ROWS: tl.constexpr, SLABS: tl.constexpr):
+    """Combine each slab's largest logit and sum into the row's."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    maximum = tl.full([ROWS], -3.4e38, tl.float32)
+    for start in range(0, slabs, SLABS):
+        slab = start + tl.arange(0, SLABS)
+        at = parts + (slab.to(tl.int64)[:, None] * M + rows[None, :]) * 2
+        mask = (slab < slabs)[:, None] & inside[None, :]
+        maximum = tl.maximum(maximum, tl.max(tl.load(at, mask=mask, other=-3.4e38), axis=0))
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, slabs, SLABS):
+        slab = start + tl.arange(0, SLABS)
+        at = parts + (slab.to(tl.int64)[:, None] * M + rows[None, :]) * 2
+        mask = (slab < slabs)[:, None] & inside[None, :]
+        largest = tl.load(at, mask=mask, other=-3.4e38)
+        total += tl.sum(tl.load(at + 1, mask=mask, other=0.0) * tl.exp2((largest - maximum[None, :]) * LOG2E), axis=0)
+    target = tl.load(targets + rows, mask=inside, other=-1)
+    counted = inside & (target >= 0)
+    picked = tl.load(logits + rows.to(tl.int64) * N + target, mask=counted, other=0.0).to(tl.float32)
+    binary = tl.log2(total)
+    tl.store(losses + rows, tl.where(counted, binary / LOG2E + (maximum - picked), 0.0), mask=inside)
+    tl.store(exponents + rows * 2, tl.where(counted, maximum, 0.0), mask=inside)
+    tl.store(exponents + rows * 2 + 1, tl.where(counted, binary, float("inf")), mask=inside)
+
+
 def softmax_statistics(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Compute each row's cross-entropy, float32 [M], and its exponents, float32 [M, 2].
 
@@ -107,6 +140,26 @@ def softmax_statistics(logits: Tensor, targets: Tensor, vocab_size: int) -> tupl
     return losses, exponents
 
 
+def product_logits(operands: Operands, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the logits a b^T, bfloat16 [M, N], and their losses and exponents, as `softmax_statistics`.
+
+    Only for operands that `product.fits`.
+    """
+    a, b, *scales = operands
+    m, n = a.shape[0], b.shape[0]
+    slabs = n // SLAB
+    logits = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
+    parts = torch.empty(slabs, m, 2, dtype=torch.float32, device=a.device)
+    kernel, grid = product_kernel("product_logits", operands)
+    kernel(grid, tensor_map(a), b, logits, parts, *scales, m, n, vocab_size)
+    losses = torch.empty(m, dtype=torch.float32, device=a.device)
+    exponents = torch.empty(m, 2, dtype=torch.float32, device=a.device)
+    _combine[(triton.cdiv(m, JOIN_ROWS),)](
+        parts, logits, targets, losses, exponents, slabs, m, n, ROWS=JOIN_ROWS, SLABS=JOIN_SLABS, num_warps=4
+    )  # fmt: skip
+    return logits, losses, exponents
+
+
 def log_sums(exponents: Tensor) -> Tensor:
     """Compute the logarithm of each row's sum of exponentials from its exponents [M, 2]; 0 where there is no target."""
     counted = exponents[:, 1].isfinite()
@@ -114,9 +167,9 @@ def log_sums(exponents: Tensor) -> Tensor:
 
 
 def softmax_gradient_cast(
-    logits: Tensor, targets: Tensor, exponents: Tensor, vocab_size: int, dtype: torch.dtype, z_loss: float = 0.0
+    logits: Tensor, targets: Tensor, exponents: Tensor, vocab_size: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute (softmax(logits) - onehot(targets)) times GRADIENT_SCALE[dtype], FP8 [M, N] and its transpose [N, M].
+    """Compute (softmax(logits) - onehot(targets)) times 2^15, E5M2 [M, N] and its transpose [N, M].
 
     M and N are multiples of 16. It is 0 in rows whose target is negative and in columns from `vocab_size` on, whatever
     their logits. With `z_loss`, softmax is multiplied by 1 + 2 z_loss lse. `exponents` are those of
@@ -126,19 +179,17 @@ def softmax_gradient_cast(
     assert (logits.dtype, targets.dtype, exponents.dtype) == (torch.bfloat16, torch.int64, torch.float32)
     m, n = logits.shape
     assert m % 16 == n % 16 == 0, (m, n)
-    assert GRADIENT_SCALE[dtype] < LARGEST[dtype]
-    q, qt = empty_pair(m, n, dtype, logits.device)
+    q, qt = empty_pair(m, n, HEAD_GRADIENT, logits.device)
     launch = _in_cuda if nvrtc.missing() is None else _in_triton
-    launch(logits, targets, exponents, q, qt, vocab_size, int(log2(GRADIENT_SCALE[dtype])), z_loss)
+    launch(logits, targets, exponents, q, qt, vocab_size, z_loss)
     return q, qt
 
 
 def _in_cuda(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int,
-    z_loss: float,
-) -> None:  # fmt: skip
+    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, z_loss: float
+) -> None:
     m, n = logits.shape
-    given = {"E4M3": q.dtype == torch.float8_e4m3fn, "EXPONENT": exponent, "BLOCKS": BLOCKS}
+    given = {"E4M3": False, "EXPONENT": LOGITS_EXPONENT, "BLOCKS": BLOCKS}
     given |= {"TILE": TILE, "THREADS": THREADS} | ({"Z_LOSS": 1} if z_loss else {})
     gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)
     blocks = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
@@ -146,11 +197,10 @@ def _in_cuda(
 
 
 def _in_triton(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int,
-    z_loss: float,
-) -> None:  # fmt: skip
+    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, z_loss: float
+) -> None:
     m, n = logits.shape
     _gradient[(triton.cdiv(n, COLUMNS), triton.cdiv(m, 4 * GROUPS))](
         logits, targets, exponents, q, qt, m, n, vocab_size, z_loss,
-        EXPONENT=exponent, GROUPS=GROUPS, COLUMNS=COLUMNS, Z=z_loss > 0, num_warps=TILE_WARPS,
+        EXPONENT=LOGITS_EXPONENT, GROUPS=GROUPS, COLUMNS=COLUMNS, Z=z_loss > 0, num_warps=TILE_WARPS,
     )  # fmt: skip

@@ -3,23 +3,36 @@
 cuBLASLt wants both transposed. So a kernel that makes such an operand writes it twice, for its other GEMM as it is. At
 65,536 x 3,072 x 768 this GEMM takes 0.02 to 0.04 ms longer than cuBLASLt's 0.25, and spares a tensor of 201 MB. Partial
 sums are promoted to float32, to the same error. Every call gives the same bits.
+
+`plan_segments` says which part of which tile each cluster multiplies, and in which order. A tile's summed dimension has
+`blocks` blocks of 128 rows. A segment is a run of them. One segment of each tile is its owner's. The other clusters
+leave their sums in memory, and the owner adds them.
+
+Clusters walk through the summed dimension together. So what one fetches from memory, others find in the second-level
+cache. With T tiles and s T + R clusters, s teams of T clusters have a window of it each, and R clusters share what is
+left. The first team owns the tiles, and starts to add when the others have left their sums.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2_fp8.kernels import nvrtc, segments
+from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.gemm import E5M2, PAIRS
 
 # as in the kernel: rows multiplied together; a tile's columns of a, in one block, and of b; the blocks of a cluster
 BLOCK, ROWS, COLUMNS, CLUSTER = 128, 128, 256, 2
 STAGES, THREADS = 4, 384
 SHARED_BYTES = STAGES * (BLOCK * (ROWS + COLUMNS) + 16)  # 16: two barriers
+
+LEAVE, ADD, WRITE = 2.5, 2.5, 3.0  # costs in blocks: to leave a segment's sums, to add them, to write a tile
+FEWEST_BLOCKS = 2  # of a window
 
 
 class _Work(NamedTuple):
@@ -36,7 +49,7 @@ class _Work(NamedTuple):
 def _work(n: int, d: int, m: int, device: torch.device) -> _Work:
     clusters, across = nvrtc.processors(device) // CLUSTER, -(-d // COLUMNS)
     tiles = -(-n // (ROWS * CLUSTER)) * across
-    found, starts, slots = segments.table(segments.plan(tiles, -(-m // BLOCK), clusters))
+    found, starts, slots = tabulate(plan_segments(tiles, -(-m // BLOCK), clusters))
     rows = [(tile // across * ROWS * CLUSTER, tile % across * COLUMNS, *rest, tile) for tile, *rest in found]
     on_device, starts_there = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, starts))
     return _Work(on_device, starts_there, tiles, slots, clusters * CLUSTER)
@@ -77,3 +90,120 @@ def weight_gradient(
         work.blocks, *maps, work.rows, work.starts, waiting, arrived, out, add, a_scale_inv, b_scale_inv, n, d
     )  # fmt: skip
     return out
+
+
+class Segment(NamedTuple):
+    """Blocks `first` .. `last` - 1 of a tile."""
+
+    tile: int
+    first: int
+    last: int
+    owner: bool
+
+
+def plan_segments(tiles: int, blocks: int, clusters: int) -> list[list[Segment]]:
+    """Return each cluster's segments in their order.
+
+    A cluster only waits for those before it. So nobody waits for ever, however few run at the same time.
+    """
+    lists = (
+        _divide_among_teams(tiles, blocks, clusters) if clusters >= tiles else _cut_into_runs(tiles, blocks, clusters)
+    )
+    return lists[::-1]
+
+
+def tabulate(lists: list[list[Segment]]) -> tuple[list[list[int]], list[int], int]:
+    """Return the kernel's table of segments, where each cluster's begin in it, and the number of slots.
+
+    A row is: tile, first, last, slot (-1: the owner's), the first slot of its tile, how many it has. Slots are in the
+    order of tiles and blocks.
+    """
+    left = sorted(s for mine in lists for s in mine if not s.owner)
+    slots = {segment: slot for slot, segment in enumerate(left)}
+    counts = Counter(segment.tile for segment in left)
+    first_slots = {segment.tile: slot for slot, segment in reversed([*enumerate(left)])}
+    rows = [
+        [s.tile, s.first, s.last, slots.get(s, -1), first_slots.get(s.tile, 0), counts[s.tile]]
+        for mine in lists
+        for s in mine
+    ]
+    return rows, [0, *accumulate(map(len, lists))], len(left)
+
+
+def _cut_into_runs(tiles: int, blocks: int, clusters: int) -> list[list[Segment]]:
+    """Cut the tiles, one after the other, into equal runs: for more tiles than clusters."""
+    lists = []
+    for c in range(clusters):
+        at, end = (number * tiles * blocks // clusters for number in (c, c + 1))
+        mine = []
+        while at < end:
+            tile, first = divmod(at, blocks)
+            last = min(blocks, first + end - at)
+            mine.append(Segment(tile, first, last, owner=first == 0))
+            at += last - first
+        lists.append(mine)
+    return lists
+
+
+def _divide_among_teams(tiles: int, blocks: int, clusters: int) -> list[list[Segment]]:
+    """Divide the blocks among teams, and a rest of clusters, as the module describes."""
+    teams, rest = divmod(clusters, tiles)
+    own, window = _find_windows(tiles, blocks, teams, rest)
+    lists: list[list[Segment]] = [[] for _ in range(clusters)]
+    ends = []  # of what teams have of each tile
+    for tile in range(tiles):
+        end = 0
+        for team in range(teams):
+            at, end = end, min(blocks, round(own[tile] + team * window))
+            if team == teams - 1 and not rest:
+                end = blocks
+            if end > at:
+                lists[team * tiles + tile].append(Segment(tile, at, end, owner=team == 0))
+        ends.append(end)
+    if rest:
+        _share(lists[teams * tiles :], ends, blocks)
+    return lists
+
+
+def _count_cut(tiles: int, rest: int) -> int:
+    """Return how many tiles, the last ones, have their last window cut: those too many for an equal deal."""
+    return tiles % rest if rest else 0
+
+
+def _find_windows(tiles: int, blocks: int, teams: int, rest: int) -> tuple[list[float], float]:
+    """Return how much owners multiply of each tile, and each team after them, so that all end at the same time."""
+    cut = _count_cut(tiles, rest)
+    pieces = -(-(rest + cut - 1) // cut) if cut else 0  # of a tile that is cut, at most
+    helpers = [teams - 1 + (pieces if rest and tile >= tiles - cut else rest > 0) for tile in range(tiles)]
+    segments = tiles - cut + (rest + cut - 1 if cut else 0)
+
+    def ending_at(time: float) -> tuple[list[float], float, bool]:
+        own = [min(blocks, max(FEWEST_BLOCKS, time - WRITE - n * ADD)) for n in helpers]
+        window = max(FEWEST_BLOCKS, time - WRITE - teams * ADD - LEAVE)
+        left = [max(0, blocks - o - (teams - 1) * window) for o in own]
+        room = rest * (time - WRITE - ADD) - segments * LEAVE if rest else 0
+        return own, window, sum(left) <= room
+
+    low, high = 0.0, 4.0 * blocks
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if ending_at(middle)[2] else (middle, high)
+    own, window, _ = ending_at(high)
+    return own, window
+
+
+def _share(lists: list[list[Segment]], ends: list[int], blocks: int) -> None:
+    """Deal out what is left of each tile: first a part of those that are cut, then whole windows."""
+    rest, tiles = len(lists), len(ends)
+    whole = tiles - _count_cut(tiles, rest)
+    pieces = [(tile, block) for tile in range(whole, tiles) for block in range(ends[tile], blocks)]
+    total, given, at = sum(blocks - end for end in ends), 0, 0
+    for c, mine in enumerate(lists):
+        own = [tile for tile in range(c, whole, rest) if ends[tile] < blocks]
+        given += sum(blocks - ends[tile] for tile in own)
+        stop = len(pieces) if c == rest - 1 else min(len(pieces), max(at, total * (c + 1) // rest - given))
+        run, at = pieces[at:stop], stop
+        for tile in sorted({tile for tile, _ in run}):
+            same = [block for t, block in run if t == tile]
+            mine.append(Segment(tile, same[0], same[-1] + 1, owner=False))
+        mine += [Segment(tile, ends[tile], blocks, owner=False) for tile in own]

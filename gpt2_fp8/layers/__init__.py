@@ -41,7 +41,7 @@ class Family(Protocol):
     scales: Scales | None  # the FP8 tensors' state, if the family keeps it itself
 
     def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Compute the start of the residual stream. See `embedding.embed`."""
+        """Compute the start of the residual stream. See `block.embed`."""
         ...
 
     def why_not(self, spec: BlockSpec) -> str | None:
@@ -51,9 +51,9 @@ class Family(Protocol):
     def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
         """Build one block, whose parts `fp8` are in FP8.
 
-        It is called as `block(x, is_first_microbatch)`; with RoPE also with `rotary.angles`.
+        It is called as `block(x, is_first_microbatch)`; with RoPE also with `reference.angles`.
 
-        With `document_mask` it gets angles or None, and `document_mask.within_documents`.
+        With `document_mask` it gets angles or None, and `sdpa.within_documents`.
 
         x: [batch, tokens, n_embd]. The block returns the same shape.
         """

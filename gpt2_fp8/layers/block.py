@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import BlockSpec, why_not
 from gpt2_fp8.config.kept_layers import MLP, Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers.delayed_scaling import Scales
-from gpt2_fp8.layers.embedding import embed
 
 
 class Block(nn.Module):
@@ -56,6 +57,17 @@ class Block(nn.Module):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the result `y` of a branch to the residual stream `x`. Both: [batch, tokens, n_embd]."""
         return x + y
+
+
+def embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute tokens[ids] + positions in plain torch, in the autocast dtype or else the parameters'.
+
+    ids: integers [batch, T]; tokens [padded_vocab_size, d]; positions [P, d], T <= P, or None: there is no such table.
+    """
+    x = F.embedding(ids, tokens)
+    if positions is not None:
+        x = x + positions[: ids.shape[1]]
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
 class Composed:

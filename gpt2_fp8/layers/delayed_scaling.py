@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.kernels.slot import LARGEST, Slot
+from gpt2_fp8.kernels.formats import LARGEST, Slot
 
 Direction = Literal["forward", "gradient"]
 TENSORS = ("scale", "scale_inv", "history", "largest")

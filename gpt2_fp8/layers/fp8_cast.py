@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_fp8.kernels.slot import LARGEST
+from gpt2_fp8.kernels.formats import LARGEST
 
 Recipe = Literal["delayed", "current", "block"]
 BLOCK = 128

@@ -1,6 +1,7 @@
-"""One weight's three FP8 GEMMs: forward, the gradient of its input, and its own gradient.
+"""One weight's three FP8 GEMMs: forward, the gradient of its input, and its own gradient; and GELU between two of them.
 
 Shapes: x [M, K] is the input, y = x W^T + b [M, N] the output. `x8` is x in FP8 [M, K], `x8t` its transpose [K, M].
+M = batch * tokens rows, d = n_embd, f = hidden channels.
 
 Hopper's tensor cores keep about 14 bits of a sum. A GEMM can promote its partial sums to float32 on the way, or not
 ("fast accumulation"). Forward GEMMs do not promote, as Transformer Engine's do not.
@@ -8,6 +9,11 @@ Hopper's tensor cores keep about 14 bits of a sum. A GEMM can promote its partia
 The blocks' input gradients use fast accumulation only if the user asks for it. Its error is 0.07 to 0.15 % for sums
 over 2,304 to 6,400 channels. The input gradient that passes GELU's derivative in the same kernel
 (`kernels.product_gelu`) always uses it. Its error is 0.04 %; rounding to bfloat16 in between would cost 0.17 %.
+
+Where it fits, GELU and its derivative are inside the GEMMs. Then its input h is not stored: the backward keeps gelu(h)
+in FP8 and its derivative's codes, as many bytes. Nothing of the hidden layer is transposed: its weight gradients take
+one operand as it is (`kernels.weight_gradient`). Elsewhere a kernel of its own follows cuBLASLt's GEMMs
+(`kernels.gelu`), and h is kept in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,11 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
+from gpt2_fp8.kernels.formats import Slot
+from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product_gelu import Operands
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.product import Operands, fits
+from gpt2_fp8.kernels.product_gelu import Activated, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.reference import LayerNormMLP
 
 
 class FP8Linear(nn.Module):
@@ -108,3 +117,41 @@ def add_vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     reduce_columns(partial, parameter.grad, add)
+
+
+def gelu_forward(
+    fc1: FP8Linear, fc2: FP8Linear, x8: Tensor, again: bool = False
+) -> tuple[Tensor | None, Tensor | Activated]:
+    """Compute gelu(h) in FP8 [M, f] for h = fc1(x8), and what `gelu_backward` needs of it.
+
+    x8: [M, d]. `again`: only the latter is computed, with the same bits; the first result is None or unused.
+    """
+    slot = fc2.slot("input")
+    if fits(x8, fc1.w8):
+        activated = product_gelu(fc1.operands(x8), fc1.bias, slot)
+        return activated.q, activated
+    h = fc1.forward(x8)
+    return None if again else gelu_cast(h, slot), h
+
+
+def gelu_backward(
+    fc1: FP8Linear, fc2: FP8Linear, mlp: LayerNormMLP, gradient: tuple[Tensor, Tensor], kept: Tensor | Activated,
+    x8t: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of fc1's input, bfloat16 [M, d].
+
+    gradient: that of fc2's result in FP8, [M, d] and [d, M]. kept: of `gelu_forward`. x8t: [d, M]. The gradients of
+    both weights and of fc1's bias are added to their `.grad`.
+    """
+    g8, g8t = gradient
+    slot = fc1.slot("gradient")
+    if isinstance(kept, Activated):
+        q, sums = product_gelu_backward(fc2.gradient_operands(g8), kept.slopes, slot)
+        fc2.add_weight_gradient(mlp.fc2_weight, g8t, kept.q, as_is="input")
+        fc1.add_weight_gradient(mlp.fc1_weight, q, x8t, as_is="gradient")
+    else:
+        q, qt, yt, sums = gelu_backward_cast(fc2.input_gradient(g8), kept, slot, fc2.slot("input"))
+        fc2.add_weight_gradient(mlp.fc2_weight, g8t, yt)
+        fc1.add_weight_gradient(mlp.fc1_weight, qt, x8t)
+    add_vector_gradient(mlp.fc1_bias, sums)
+    return fc1.input_gradient(q)

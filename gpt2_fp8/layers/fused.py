@@ -7,13 +7,16 @@ accumulated by the GEMMs themselves. Parameters have the names, shapes and initi
 A block's backward is written by hand (`_BlockFunction`), in the order of the chain rule, with one exception: autograd
 differentiates attention, whatever kernel computes it.
 
+A block's backward also writes the gradient of the output of the block below in FP8, with the kernel that computes it.
+That is kept there (`Received`) until the block below's own backward.
+
 Shapes: M = batch * tokens rows, d = n_embd, f = hidden channels of the MLP. `x8` is x in FP8 [M, d], `x8t` its
 transpose [d, M].
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +25,56 @@ from torch.autograd.function import once_differentiable
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.kernels.cast import cast_transpose
-from gpt2_fp8.kernels.layer_norm import LayerNormGradient, layer_norm_backward, layer_norm_cast
-from gpt2_fp8.layers import fp8_gelu, reference
+from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
+from gpt2_fp8.kernels.product_gelu import Activated
+from gpt2_fp8.layers import fp8_linear, reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear, add_vector_gradient
-from gpt2_fp8.layers.fused_parts import Attended, FP8Linears, Hidden
-from gpt2_fp8.layers.received import Received
+
+
+class FP8Linears(NamedTuple):
+    """The four linear layers of a block."""
+
+    qkv: FP8Linear
+    projection: FP8Linear
+    fc1: FP8Linear
+    fc2: FP8Linear
+
+
+class Attended(NamedTuple):
+    """What a block's backward needs of its first half."""
+
+    middle: Tensor  # the residual stream after attention: bfloat16 [M, d]
+    packed: Tensor  # attention's input [batch, tokens, heads.packed] and its result, with autograd's graph between them
+    attended: Tensor
+    y8t: Tensor  # the transposed inputs of the two GEMMs, FP8 [d, M]
+    o8t: Tensor
+    statistics: Statistics  # of the normalisation before them
+
+
+class Hidden(NamedTuple):
+    """What a block's backward needs of its MLP's hidden layer."""
+
+    gelu: Tensor | Activated  # see `fp8_linear.gelu_forward`
+    y8t: Tensor  # the transposed input of its GEMM, FP8 [d, M]
+    statistics: Statistics  # of the normalisation before it
+
+
+class Received:
+    """A gradient as the block above computed and quantized it.
+
+    Autograd may hand on another gradient: the sum with that of a second use, or what a hook made of it, even in place.
+    """
+
+    def __init__(self, gradient: LayerNormGradient):
+        self.gradient, self._version = gradient, gradient.dx._version
+
+    def is_of(self, dout: Tensor) -> bool:
+        """Return whether this is the gradient `dout` [M, d]: the same memory, whole, and not written to since."""
+        dx = self.gradient.dx
+        same = (dx.data_ptr(), dx.shape, self._version) == (dout.data_ptr(), dout.shape, dout._version)
+        return same and dx._version == self._version
 
 
 class Block(nn.Module):
@@ -86,7 +132,7 @@ class Block(nn.Module):
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.epsilon, fc1.slot("input")
         )
-        z8, kept = fp8_gelu.forward(fc1, fc2, y8, again)
+        z8, kept = fp8_linear.gelu_forward(fc1, fc2, y8, again)
         return z8, Hidden(kept, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
@@ -153,7 +199,7 @@ def _mlp_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) ->
     mlp, fc1, fc2 = block.mlp, block.linears.fc1, block.linears.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
     add_vector_gradient(mlp.fc2_bias, sums)
-    dy = fp8_gelu.backward(fc1, fc2, mlp, (g8, g8t), hidden.gelu, hidden.y8t)
+    dy = fp8_linear.gelu_backward(fc1, fc2, mlp, (g8, g8t), hidden.gelu, hidden.y8t)
     slot = block.linears.projection.slot("gradient")
     result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
     add_vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])

@@ -1,20 +1,60 @@
-"""The third family: the fused FP8 block, head and embedding."""
+"""The family of the fused layers: FP8 block and head, and the embedding in one kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, BlockSpec, why_not
 from gpt2_fp8.config.kept_layers import ALL_PARTS, NO_PARTS, Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
+from gpt2_fp8.kernels import embedding
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.layers.embedding import fused_embed
 from gpt2_fp8.layers.fused import Block
 from gpt2_fp8.layers.head import Head
+
+
+def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute `block.embed` in one kernel, to bfloat16, for learned positions and tokens that are tied to the head.
+
+    The token gradient is added row by row to what the head's backward has left in `tokens.grad`. No dense gradient is
+    made.
+    """
+    assert positions is not None, "these layers have learned positions alone"
+    return _Embedding.apply(ids.contiguous(), tokens, positions)
+
+
+class _Embedding(torch.autograd.Function):
+    """The fused embedding. Its backward writes the parameters' `.grad` itself.
+
+    The head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both take
+    the table as an argument, so its hooks are called once, after both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        ctx.parameters = tokens, positions
+        ctx.save_for_backward(ids)
+        return embedding.embed(ids, tokens, positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None]:
+        (ids,), (tokens, positions), dx = ctx.saved_tensors, ctx.parameters, upstream[0].contiguous()
+        if tokens.grad is None:
+            tokens.grad = torch.zeros_like(tokens)
+        embedding.embedding_gradient(dx, ids, tokens.grad)
+        add = positions.grad is not None
+        if positions.grad is None:
+            positions.grad = torch.empty_like(positions)
+        embedding.positions_gradient(dx, positions.grad, add)
+        return None, None, None
 
 
 class Fused:

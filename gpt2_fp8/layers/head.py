@@ -1,28 +1,73 @@
 """The head of the fused layers: the last normalisation, the GEMM with the embedding, and the loss, in FP8.
 
-Logits never exist for more than `CHUNK_ROWS` rows, and in training mostly not at all (`layers.head_chunks`).
-M = batch * tokens rows, d = n_embd.
+The rows of a micro-batch go through it in chunks of `CHUNK_ROWS`, from input to losses and gradients, in two ways:
+
+- With logits: the GEMM writes logits, and a second kernel reads them and writes their gradient in FP8.
+- Without: the GEMM writes that gradient itself. A row's sum of exponentials is known only afterwards, so its numbers
+  are relative to a reference (`kernels.probabilities`). The few rows that are too far from theirs are a chunk of logits
+  at the end, up to `ROOM` of each chunk. With more of them numbers in the gradient have saturated: the loss is NaN
+  then, and the step is run again in bf16. It takes training's larger micro-batches: the references have their price.
+
+Shapes: M = batch * tokens rows, m rows of a chunk, d = n_embd, N = padded_vocab_size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import PenaltyConfig
+from gpt2_fp8.kernels import product
+from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
-from gpt2_fp8.layers.head_chunks import Chunk, has_probabilities, joined, of_evaluation, of_logits, of_probabilities
-from gpt2_fp8.layers.head_gradients import HeadGradients
-from gpt2_fp8.layers.head_layer import HeadLayer
+from gpt2_fp8.kernels.embedding import embedding_gradient
+from gpt2_fp8.kernels.formats import EXPONENT, HEAD_GRADIENT, LOGITS_EXPONENT, Slot, mean_of_rounded
+from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.layer_norm import Statistics, layer_norm_backward, layer_norm_cast, layer_norm_transposed
+from gpt2_fp8.kernels.probabilities import (
+    Frequent,
+    choose_frequent,
+    compute_references,
+    probability_rows,
+    product_probabilities,
+)
+from gpt2_fp8.kernels.softmax_cast import log_sums, product_logits, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
+from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.fp8_linear import FP8Linear
+from gpt2_fp8.layers.reference import LayerNormLinear
 
 CHUNK_ROWS = 16384  # with GPT-2's vocabulary: 1.6 GB of the logits' gradient in FP8, and as much if there are logits
+ROOM = 64  # rows of a chunk that can be set aside; 17 at most were, in 3,128 chunks of three runs
 
 
-class Head(HeadLayer):
-    """The last normalisation and the GEMM with the embedding. `loss` trains in FP8; `forward` gives logits."""
+class Head(LayerNormLinear):
+    """The last normalisation and the GEMM with the embedding. `loss` trains in FP8, with `linear`, its FP8 side.
+
+    Logits without gradients, of `forward`, are computed in bfloat16: what is rounded to FP8 has a higher loss, and an
+    evaluation gains nothing by it.
+    """
+
+    def __init__(self, spec: BlockSpec, padded_vocab_size: int, scales: Scales):
+        super().__init__(spec.n_embd, padded_vocab_size, spec.norm, bias=False)
+        self.linear = FP8Linear(scales, own_gradient=False)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute logits, bfloat16 [batch, tokens, padded_vocab_size], without gradients.
+
+        x: bfloat16 [batch, tokens, d].
+        """
+        with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
+            return super().forward(x)
+
+    def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:
+        """Return what the kernels that normalise x [M, d] are called with."""
+        return x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon, self.linear.slot("input")
 
     def loss(
         self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None,
@@ -45,7 +90,7 @@ class _HeadFunction(torch.autograd.Function):
     """Loss and gradients, computed in the forward, one chunk of rows after the other.
 
     The backward only hands out the finished gradients. That of the table, which is the embedding's too, it adds to
-    `.grad` itself: see `layers.embedding`.
+    `.grad` itself: see `fused_family`.
     """
 
     @staticmethod
@@ -55,13 +100,15 @@ class _HeadFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         weight = scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
-        gradients = HeadGradients(head, x, weight, z_loss) if training else None
+        gradients = _Gradients(head, x, weight, z_loss) if training else None
         parts = [slice(start, start + CHUNK_ROWS) for start in range(0, len(x), CHUNK_ROWS)]
         chunks = [Chunk(head, x[part], targets[part], vocab_size, part) for part in parts]
-        if gradients is not None and has_probabilities(chunks):
-            known = of_probabilities(chunks, x, targets, gradients)
+        if gradients is None:
+            known = _concatenate([_evaluate(chunk) for chunk in chunks])
+        elif fit_without_logits(chunks):
+            known = _train_without_logits(chunks, x, targets, gradients)
         else:
-            known = joined([of_logits(chunk, gradients) if gradients else of_evaluation(chunk) for chunk in chunks])
+            known = _concatenate([_train_with_logits(chunk, gradients) for chunk in chunks])
         ctx.shape, ctx.gradients = shape, gradients
         loss = known.losses.sum() * weight
         if known.log_sums is None:
@@ -78,3 +125,154 @@ class _HeadFunction(torch.autograd.Function):
         table = g.head.weight
         table.grad = g.weight if table.grad is None else table.grad.add_(g.weight)
         return g.dx.view(ctx.shape), None, None, None, None, None, None, g.norm[0], g.norm[1], None
+
+
+class Chunk(NamedTuple):
+    """Some rows of a head's input: x, bfloat16 [m, d], and their targets, int64 [m]."""
+
+    head: Head
+    x: Tensor
+    targets: Tensor
+    vocab_size: int
+    rows: slice | Tensor  # which of all rows they are; int64 [m]
+
+
+class _Known(NamedTuple):
+    """The losses of rows, and the logarithms of their sums of exponentials, float32 [m]; 0 without a target.
+
+    The latter are there if the gradient of a z-loss needs them.
+    """
+
+    losses: Tensor
+    log_sums: Tensor | None
+
+
+def _concatenate(parts: Sequence[_Known]) -> _Known:
+    """Join what is known of the rows of several chunks."""
+    of_sums = [part.log_sums for part in parts if part.log_sums is not None]
+    return _Known(torch.cat([part.losses for part in parts]), torch.cat(of_sums) if of_sums else None)
+
+
+def _evaluate(chunk: Chunk) -> _Known:
+    """Compute a chunk's losses, of logits in bfloat16."""
+    return _Known(softmax_statistics(chunk.head(chunk.x), chunk.targets, chunk.vocab_size)[0], None)
+
+
+def _train_with_logits(chunk: Chunk, gradients: _Gradients) -> _Known:
+    """Compute a chunk's losses, and add its share to `gradients`. Its logits are freed here."""
+    head, x, targets, vocab_size, rows = chunk
+    y8, y8t, statistics = layer_norm_cast(*head.normalisation(x))
+    logits, losses, exponents = _compute_logits(chunk, y8)
+    z_loss, linear = gradients.z_loss, head.linear
+    g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, z_loss)
+    scale_inv, of_weight = gradients.scale_inv(2.0**LOGITS_EXPONENT), linear.slot("weight").scale_inv
+    dy, at_targets = target_rows(
+        logits, targets, exponents, (g8, scale_inv), gradients.loss_weight, (linear.w8, of_weight),
+        (y8, linear.slot("input").scale_inv), z_loss,
+    )  # fmt: skip
+    del logits, y8
+    matmul(g8, linear.w8t, dy, scale_inv, of_weight, add=dy)
+    dx = gradients.add(_Share(dy, g8t, scale_inv, y8t, targets, at_targets), x, statistics)
+    if isinstance(rows, slice):
+        gradients.dx[rows] = dx
+    else:
+        gradients.dx.index_add_(0, rows, dx)  # as in `_train_without_logits`
+    return _Known(losses, log_sums(exponents) if z_loss else None)
+
+
+def _compute_logits(chunk: Chunk, y8: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute logits, bfloat16 [m, N], and their losses and exponents: see `softmax_statistics`."""
+    linear = chunk.head.linear
+    if product.fits(y8, linear.w8):
+        return product_logits(linear.operands(y8), chunk.targets, chunk.vocab_size)
+    logits = linear(y8)
+    return logits, *softmax_statistics(logits, chunk.targets, chunk.vocab_size)
+
+
+def fit_without_logits(chunks: Sequence[Chunk]) -> bool:
+    """Return whether a micro-batch's rows can be, and are worth, chunks of probabilities: see `product.why_logits`.
+
+    The kernel must fit each chunk, a shorter last one too, and be there on this device.
+    """
+    rows, w8 = sum(len(chunk.x) for chunk in chunks), chunks[0].head.linear.w8
+    if product.why_logits(rows, *w8.shape):
+        return False
+    return all(product.fits(chunk.x, w8, product.STAGED) for chunk in chunks)
+
+
+def _train_without_logits(chunks: Sequence[Chunk], x: Tensor, targets: Tensor, gradients: _Gradients) -> _Known:
+    """Compute the losses of all rows x [M, d], which are in `chunks`, and their gradients."""
+    head, *_, vocab_size, _ = chunks[0]
+    ids = choose_frequent(targets, head.linear.w8, vocab_size)
+    done = [_train_chunk_without_logits(chunk, ids, gradients) for chunk in chunks]
+    known = _concatenate([part for part, _, _ in done])
+    rows, left = torch.cat([rows for _, rows, _ in done]), torch.cat([left for _, _, left in done])
+    again = _train_with_logits(Chunk(head, x[rows], left, vocab_size, rows), gradients)
+    for whole, more in zip(known, again, strict=True):
+        if whole is not None and more is not None:
+            whole.index_add_(0, rows, more)  # 0 in these rows until now; an unused place adds 0 to a row
+    return known
+
+
+def _train_chunk_without_logits(chunk: Chunk, ids: Frequent, gradients: _Gradients) -> tuple[_Known, Tensor, Tensor]:
+    """Compute what is known of a chunk's rows, and add their share to `gradients`.
+
+    The other results: which of all rows were set aside, and their targets, int64 [ROOM].
+    """
+    head, x, targets, vocab_size, part = chunk
+    assert isinstance(part, slice)
+    linear, normalisation = head.linear, head.normalisation(x)
+    y8, _, statistics = layer_norm_cast(*normalisation, both=False)
+    operands = linear.operands(y8)
+    of_rows = compute_references(operands, targets, ids)
+    made = product_probabilities(operands, of_rows, targets, vocab_size)
+    scale_inv = gradients.scale_inv(2.0**EXPONENT)
+    known, aside = probability_rows(made, of_rows, targets, gradients.loss_weight, scale_inv, ROOM, gradients.z_loss)
+    weight, inputs = (linear.w8, operands.b_scale_inv), (y8, operands.a_scale_inv)
+    dy = torch.empty_like(x)
+    matmul(made.q, linear.w8t, dy, scale_inv, operands.b_scale_inv)
+    at_targets = add_target_rows(dy, known.factors, known.rest, targets, weight, inputs)
+    y8t = layer_norm_transposed(*normalisation, known.factors)
+    gradients.dx[part] = gradients.add(_Share(dy, made.qt, scale_inv, y8t, targets, at_targets), x, statistics)
+    losses = torch.where(aside.found > ROOM, torch.nan, known.losses)
+    return _Known(losses, known.log_sums if gradients.z_loss else None), aside.rows + part.start, aside.targets
+
+
+class _Share(NamedTuple):
+    """What a chunk of rows has for the gradients."""
+
+    dy: Tensor  # of its normalised rows, bfloat16 [m, d]
+    g8t: Tensor  # of its logits, E5M2 [N, m], but for what it lacks at targets
+    scale_inv: Tensor  # of that, float32 of one element
+    y8t: Tensor  # its normalised rows, times what g8t is off by, FP8 [d, m]
+    targets: Tensor  # int64 [m]
+    at_targets: Tensor  # what its rows add to the weight's gradient of their targets, bfloat16 [m, d]
+
+
+class _Gradients:
+    """The gradients of the input [M, d], of the weight [N, d], and of the normalisation's two vectors.
+
+    `weight`: what the loss of a row counts, float32 of one element.
+    """
+
+    def __init__(self, head: Head, x: Tensor, weight: Tensor, z_loss: float):
+        self.head, self.z_loss, self.begun = head, z_loss, False
+        self.loss_weight = weight.reshape(1)
+        self.dx = torch.empty_like(x)
+        self.weight = torch.empty_like(head.weight)
+        self.norm = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
+
+    def scale_inv(self, factor: float) -> Tensor:
+        """Return the inverse scale of a softmax in E5M2 that was multiplied by `factor`, float32 of one element."""
+        return self.loss_weight / (factor * mean_of_rounded(HEAD_GRADIENT))
+
+    def add(self, share: _Share, x: Tensor, statistics: Statistics) -> Tensor:
+        """Add a chunk's share to the parameters' gradients; return the gradient of its input x [m, d]."""
+        weight, input_scale = self.weight, self.head.linear.slot("input").scale_inv
+        matmul(share.g8t, share.y8t, weight, share.scale_inv, input_scale, add=weight if self.begun else None)
+        embedding_gradient(share.at_targets[None], share.targets.clamp_min(0)[None], weight)
+        result = layer_norm_backward(share.dy, x, statistics, self.head.layer_norm_weight, None, None)
+        for i in range(2):
+            reduce_columns(result.sums[:, i], self.norm[i], add=self.begun)
+        self.begun = True
+        return result.dx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -10,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Bands, Heads, Norm, RoPE
 from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.config.schema import AttentionKernel
-from gpt2_fp8.layers.rotary import rotate
 from gpt2_fp8.layers.sdpa import causal
 
 NAME = "the plain-torch layers"
@@ -111,6 +111,36 @@ class LayerNormMLP(nn.Module):
         return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
 
 
+def angles(rope: RoPE, size: int, tokens: int, device: torch.device) -> Tensor:
+    """Compute by how much positions 0 to `tokens` - 1 turn the channel pairs of a head (RoPE, Su et al. 2021).
+
+    A pair is channel i of a head's first half and channel i of its second, of `size` in all, as in GPT-NeoX and in
+    Hugging Face's weights. Meta's own Llama files pair neighbours instead: the same model, with the rows of its
+    projections in another order.
+
+    Returns radians from 0 to 2 pi, float64 [tokens, size / 2]. Float32 would be wrong by 5e-4 at position 8,192.
+    """
+    pair = torch.arange(size // 2, device=device, dtype=torch.float64)
+    frequency = rope.base ** (-pair / (size / 2.0))  # radians a token
+    kept = 0.0 if rope.bands is None else _kept(frequency, rope.bands)
+    frequency = frequency * (kept + (1.0 - kept) / rope.scaling)
+    position = torch.arange(tokens, device=device, dtype=torch.float64)
+    return (position[:, None] * frequency).remainder(math.tau)
+
+
+def _kept(frequency: Tensor, bands: Bands) -> Tensor:
+    """Compute which part of each frequency is not scaled, from 0 to 1."""
+    turns = bands.original_positions * frequency / math.tau
+    return ((turns - bands.low) / (bands.high - bands.low)).clamp(0.0, 1.0)
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Turn the pairs of `x`, [batch, tokens, heads, size], by `angle`, [tokens, size / 2]. Computes in x's dtype."""
+    cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 class Attention(nn.Module):
     """Causal attention, with what is done to queries and keys before it.
 
@@ -125,7 +155,7 @@ class Attention(nn.Module):
         self.k_norm = _parameter(heads.size) if heads.qk_norm else None
 
     def forward(self, qkv: Tensor, angle: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Compute attention. `angle`: how far RoPE turns each position (`rotary.angles`); None: there is no RoPE.
+        """Compute attention. `angle`: how far RoPE turns each position (`angles`); None: there is no RoPE.
 
         `mask`: see `sdpa.causal`.
         """

@@ -35,7 +35,7 @@ from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, resolve
-from gpt2_fp8.kernels import libraries
+from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.measure import profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.subprocesses import one_line
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
     found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
     with suppress(metadata.PackageNotFoundError):
         found["lightning"] = metadata.version("lightning")
-    found |= libraries.versions()
+    found |= library_versions()
     if driver := _driver():
         found["driver"] = driver
     return found

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_fp8.config.block_spec import RoPE
-from gpt2_fp8.layers.document_mask import within_documents
-from gpt2_fp8.layers.rotary import angles
+from gpt2_fp8.layers.reference import angles
+from gpt2_fp8.layers.sdpa import within_documents
 from gpt2_fp8.model.gpt2 import GPT2
 
 

@@ -15,8 +15,8 @@ from gpt2_fp8.config.kept_layers import kept
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
-from gpt2_fp8.layers.document_mask import within_documents
-from gpt2_fp8.layers.rotary import angles
+from gpt2_fp8.layers.reference import angles
+from gpt2_fp8.layers.sdpa import within_documents
 from gpt2_fp8.model.parameters import parameters
 
 VOCABULARY_MULTIPLE = 64  # FP8 GEMMs need dimensions divisible by 16; 64 also fills their kernels' tiles

@@ -30,7 +30,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.kernels import libraries
+from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.runtime import registry
 from gpt2_fp8.train import process, setup, summary
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
@@ -119,7 +119,7 @@ def _versions(plan: Plan) -> dict[str, str]:
     """Of what computes."""
     if plan.device == "cpu":
         return {"torch": torch.__version__}
-    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | libraries.versions()
+    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | library_versions()
 
 
 def build_trainer(

@@ -27,7 +27,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
-from gpt2_fp8.kernels import libraries
+from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
@@ -218,7 +218,7 @@ class Training:
         if parts.plan.device == "cpu":
             summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
         else:
-            summary.versions |= libraries.versions()
+            summary.versions |= library_versions()
             summary.device = torch.cuda.get_device_name()
             summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
             summary.training_memory_gb = parts.memory.training_gb

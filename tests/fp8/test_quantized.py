@@ -7,7 +7,7 @@ import torch
 
 from gpt2_fp8.fp8 import quantized
 from gpt2_fp8.fp8.quantized import figures
-from gpt2_fp8.kernels.slot import LARGEST
+from gpt2_fp8.kernels.formats import LARGEST
 from gpt2_fp8.layers.fp8_cast import cast, saturated
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

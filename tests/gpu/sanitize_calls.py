@@ -17,16 +17,15 @@ from gpt2_fp8.kernels import (
     gelu,
     layer_norm,
     nvrtc,
-    probability_rows,
+    probabilities,
     product_gelu,
-    product_probabilities,
-    references,
     softmax_cast,
     weight_gradient,
 )
+from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
-from gpt2_fp8.kernels.product_logits import product_logits
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.product import Operands, fits
+from gpt2_fp8.kernels.softmax_cast import product_logits
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
 
@@ -76,8 +75,7 @@ def softmaxes() -> None:
     for rows, vocab_size, columns in [(16, 1, 16), (48, 257, 400), (144, 160, 160), (16, 8193, 8320)]:
         logits, wanted = values(rows, columns), targets(rows, vocab_size)
         _, exponents = softmax_cast.softmax_statistics(logits, wanted, vocab_size)
-        for dtype in FORMATS:
-            q, _ = softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size, dtype)
+        q, _ = softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size)
         weight, inputs = (values(count, 272).to(E4M3) for count in (columns, rows))
         gradient, of_loss = (q, number(0.1)), number(0.4)
         target_rows(logits, wanted, exponents, gradient, of_loss, (weight, number(0.2)), (inputs, number(0.3)))
@@ -93,12 +91,12 @@ def products() -> None:
     for m, n, k in PRODUCTS:
         scales = number(0.3), number(0.07)
         of_a, b = {dtype: values(m, k).to(dtype) for dtype in FORMATS}, values(n, k).to(E4M3)
-        forward = product_gelu.Operands(of_a[E4M3], b, *scales)
-        assert product_gelu.fits(of_a[E4M3], b), (m, n, k)
+        forward = Operands(of_a[E4M3], b, *scales)
+        assert fits(of_a[E4M3], b), (m, n, k)
         for bias in (None, values(n)):
             _, slopes = product_gelu.product_gelu(forward, bias, slot(E4M3))
         for dtype in FORMATS:
-            operands = product_gelu.Operands(of_a[dtype], b, *scales)
+            operands = Operands(of_a[dtype], b, *scales)
             product_gelu.product_gelu_backward(operands, slopes, slot(dtype))
         for vocab_size in (n, n - 84):
             product_logits(forward, targets(m, vocab_size), vocab_size)
@@ -106,11 +104,12 @@ def products() -> None:
 
 def heads() -> None:
     for m, n, k in PRODUCTS:
-        operands = product_gelu.Operands(values(m, k).to(E4M3), values(n, k).to(E4M3), number(0.3), number(0.07))
+        operands = Operands(values(m, k).to(E4M3), values(n, k).to(E4M3), number(0.3), number(0.07))
         wanted, vocab_size = targets(m, n - 84), n - 84
-        of_rows = references.references(operands, wanted, references.frequent(wanted, operands.b, vocab_size))
-        made = product_probabilities.product_probabilities(operands, of_rows, wanted, vocab_size)
-        known, _ = probability_rows.probability_rows(made, of_rows, wanted, number(0.4), number(0.1), 8)
+        ids = probabilities.choose_frequent(wanted, operands.b, vocab_size)
+        of_rows = probabilities.compute_references(operands, wanted, ids)
+        made = probabilities.product_probabilities(operands, of_rows, wanted, vocab_size)
+        known, _ = probabilities.probability_rows(made, of_rows, wanted, number(0.4), number(0.1), 8)
         inputs, weight = (operands.a, operands.a_scale_inv), (operands.b, operands.b_scale_inv)
         add_target_rows(values(m, k), known.factors, known.rest, wanted, weight, inputs)
 

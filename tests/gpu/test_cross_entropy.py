@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cast import large_normal, need
+from tests.gpu.kernels import fused_cross_entropy, large_normal, need
 
 
 def reference(logits, targets, vocab_size):
@@ -25,8 +25,6 @@ def reference(logits, targets, vocab_size):
 )
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_matches_float64(rows, vocab_size, columns, dtype, scale):
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     generator = torch.Generator("cuda").manual_seed(rows)
     logits = (torch.randn(rows, columns, device="cuda", generator=generator) * scale).to(dtype)
     targets = torch.randint(0, vocab_size, (rows,), device="cuda", generator=generator)
@@ -45,8 +43,6 @@ def test_matches_float64(rows, vocab_size, columns, dtype, scale):
 
 
 def test_extreme_values_stay_finite():
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = torch.zeros(4, 320, device="cuda", dtype=torch.bfloat16)
     logits[0] = 3e38
     logits[1] = -3e38
@@ -60,16 +56,12 @@ def test_extreme_values_stay_finite():
 
 
 def test_a_nan_row_makes_the_loss_nan():
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = torch.randn(4, 320, device="cuda")
     logits[2, 100] = float("nan")
     assert torch.isnan(fused_cross_entropy(logits, torch.zeros(4, dtype=torch.long, device="cuda"), 257))
 
 
 def test_all_ignored_is_zero():
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = torch.randn(4, 320, device="cuda", requires_grad=True)
     loss = fused_cross_entropy(logits * 1, torch.full((4,), -1, device="cuda"), 257)
     loss.backward()
@@ -78,8 +70,6 @@ def test_all_ignored_is_zero():
 
 
 def test_evaluation_leaves_the_logits_alone():
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = torch.randn(8, 320, device="cuda")
     before = logits.clone()
     fused_cross_entropy(logits, torch.zeros(8, dtype=torch.long, device="cuda"), 257)
@@ -87,8 +77,6 @@ def test_evaluation_leaves_the_logits_alone():
 
 
 def test_scale_is_that_of_loss_and_gradient():
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = torch.randn(8, 320, device="cuda")
     targets = torch.arange(8, device="cuda")
     results = []
@@ -103,8 +91,6 @@ def test_scale_is_that_of_loss_and_gradient():
 
 def test_more_elements_than_int32_counts():
     """A row beyond the 2^31st element is what it is alone; so is its gradient, scaled by the loss's."""
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     need(24)
     rows, columns, vocab_size = 42752, 50304, 50257
     assert rows * columns > 2**31

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.test_cast import DEVICE, bits, normal
+from tests.gpu.kernels import DEVICE, bits, embed, embedding_gradient, normal, positions_gradient
 
 pytestmark = pytest.mark.fp8
 
@@ -55,8 +55,6 @@ def exact_gradient(dx, ids, start):
 
 def assert_exact(dx, ids, vocabulary):
     """The gradient of integers is exact, and rows without an id keep what they hold, even if that is no number."""
-    from gpt2_fp8.kernels.embedding import embedding_gradient
-
     start = integers(vocabulary, dx.shape[-1], seed=1, dtype=torch.float32)
     named = torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE)
     named[ids.view(-1)] = True
@@ -70,8 +68,6 @@ def assert_exact(dx, ids, vocabulary):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(("batch", "tokens", "columns"), SHAPES)
 def test_embed_is_the_sum_rounded_once(batch, tokens, columns, dtype):
-    from gpt2_fp8.kernels.embedding import embed
-
     ids = ids_of("text", batch, tokens, VOCABULARY)
     table = normal(VOCABULARY, columns, dtype=torch.float32)
     positions = normal(tokens + 3, columns, seed=1, dtype=torch.float32)
@@ -81,8 +77,6 @@ def test_embed_is_the_sum_rounded_once(batch, tokens, columns, dtype):
 
 
 def test_embed_passes_on_what_is_not_finite():
-    from gpt2_fp8.kernels.embedding import embed
-
     ids = ids_of("different", 2, 24, VOCABULARY)
     table = normal(VOCABULARY, 48, dtype=torch.float32)
     positions = normal(24, 48, seed=1, dtype=torch.float32)
@@ -126,8 +120,6 @@ def test_ids_of_any_width(vocabulary):
 
 @pytest.mark.parametrize(("batch", "tokens", "columns"), [(2, 1024, 768), (1, 200, 1600), (3, 1408, 48)])
 def test_gradient_of_any_numbers(batch, tokens, columns):
-    from gpt2_fp8.kernels.embedding import embedding_gradient
-
     ids, dx = ids_of("text", batch, tokens, 1000), normal(batch, tokens, columns)
     out = normal(1000, columns, seed=1, dtype=torch.float32)
     want = exact_gradient(dx, ids, out)
@@ -136,8 +128,6 @@ def test_gradient_of_any_numbers(batch, tokens, columns):
 
 
 def test_gradients_accumulate():
-    from gpt2_fp8.kernels.embedding import embedding_gradient
-
     out = torch.zeros(VOCABULARY, 48, device=DEVICE)
     want = out.double()
     for seed in range(3):
@@ -150,7 +140,6 @@ def test_gradients_accumulate():
 @pytest.mark.parametrize("kind", ["text", "equal"])
 def test_repeats(kind):
     """Also where memory that nobody has written yet holds something else."""
-    from gpt2_fp8.kernels.embedding import embedding_gradient, positions_gradient
     from tests.gpu.common import determinism
 
     ids, dx = ids_of(kind, 3, 1408, 1000), normal(3, 1408, 80)
@@ -168,8 +157,6 @@ def test_repeats(kind):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("lengths", RUNS)
 def test_what_is_not_finite_reaches_its_own_id_alone(lengths, bad):
-    from gpt2_fp8.kernels.embedding import embedding_gradient, positions_gradient
-
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(DEVICE).view(1, -1)
     for place in (0, 31, 32, ids.shape[1] - 1):
         dx = integers(1, ids.shape[1], 48)
@@ -187,8 +174,6 @@ def test_what_is_not_finite_reaches_its_own_id_alone(lengths, bad):
 @pytest.mark.parametrize("beyond", [0, 1, 37])
 @pytest.mark.parametrize(("batch", "tokens", "columns"), [*SHAPES, (64, 20, 144)])
 def test_positions(batch, tokens, columns, beyond, add):
-    from gpt2_fp8.kernels.embedding import positions_gradient
-
     dx = integers(batch, tokens, columns)
     out = integers(tokens + beyond, columns, seed=1, dtype=torch.float32)
     want = out.double() if add else torch.zeros_like(out, dtype=torch.float64)
@@ -200,8 +185,6 @@ def test_positions(batch, tokens, columns, beyond, add):
 
 
 def test_positions_of_any_numbers():
-    from gpt2_fp8.kernels.embedding import positions_gradient
-
     dx = normal(64, 33, 768)
     out = torch.empty(40, 768, device=DEVICE)
     positions_gradient(dx, out, add=False)
@@ -211,8 +194,6 @@ def test_positions_of_any_numbers():
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 160), (5, 1024)])
 def test_recorded_in_a_cuda_graph(batch, tokens):
     """Replays with other ids, of which one is everywhere or none twice: the graph knows nothing of them."""
-    from gpt2_fp8.kernels.embedding import embed, embedding_gradient, positions_gradient
-
     vocabulary, columns = 6000, 272
     table, positions = (normal(rows, columns, seed=2, dtype=torch.float32) for rows in (vocabulary, tokens))
     ids, dx = ids_of("text", batch, tokens, vocabulary), normal(batch, tokens, columns)
@@ -240,8 +221,6 @@ def test_recorded_in_a_cuda_graph(batch, tokens):
 
 
 def test_more_elements_than_int32_counts():
-    from gpt2_fp8.kernels.embedding import embed, embedding_gradient, positions_gradient
-
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
     batch, tokens, columns = 32, 16400, 4096

@@ -7,11 +7,12 @@ import torch
 
 from gpt2_fp8.engine.compile import compiled
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
+from tests.gpu.kernels import cast_transpose
 
 pytestmark = [pytest.mark.fp8, hopper]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,8 +30,6 @@ def values(shape, scale=1.0, dtype=torch.bfloat16):
 
 def fused_cast(x, dtype, scale):
     """The fused layers' own kernel, in both layouts, and the amax that it records."""
-    from gpt2_fp8.kernels.cast import cast_transpose
-
     scale, seen = scale.reshape(1), torch.zeros(1, device="cuda")
     q, qt, _ = cast_transpose(x, Slot(scale, 1 / scale, seen, dtype))
     return q, qt, seen

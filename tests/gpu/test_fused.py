@@ -222,7 +222,7 @@ def test_an_evaluation_computes_no_gradient(monkeypatch):
     for block in model.blocks:
         block.attention.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
     for kernel in ("softmax_gradient_cast", "probability_rows"):
-        monkeypatch.setattr(f"{HEAD}_chunks.{kernel}", lambda *_: pytest.fail("the head computed its gradient"))
+        monkeypatch.setattr(f"{HEAD}.{kernel}", lambda *_: pytest.fail("the head computed its gradient"))
     with evaluating(model, fp8):
         assert not common.loss_of(model, True)(tokens(4)).requires_grad
     assert modes == [False] * 3
@@ -319,17 +319,16 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
 def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
     """Each block has one forward and one backward of them, and two weight gradients; products and kernels of their own
     give the same gradient, up to what bfloat16 and FP8 round in between."""
-    from gpt2_fp8.layers import fp8_gelu, fp8_linear
+    from gpt2_fp8.layers import fp8_linear
 
     _, expected = gradients(build("reference"), tokens(), False, common.bf16)
     calls, found = [], {}
-    names = {"product_gelu": fp8_gelu, "product_gelu_backward": fp8_gelu, "weight_gradient": fp8_linear}
-    for name, module in names.items():
-        real = getattr(module, name)
+    for name in ("product_gelu", "product_gelu_backward", "weight_gradient"):
+        real = getattr(fp8_linear, name)
         noted = functools.partial(lambda real, *given, **more: calls.append(1) or real(*given, **more), real)
-        monkeypatch.setattr(module, name, noted)
-    for fits in (fp8_gelu.fits, lambda a, b: False):
-        monkeypatch.setattr(fp8_gelu, "fits", fits)
+        monkeypatch.setattr(fp8_linear, name, noted)
+    for fits in (fp8_linear.fits, lambda a, b: False):
+        monkeypatch.setattr(fp8_linear, "fits", fits)
         model, fp8 = calibrated("fused")
         calls.clear()
         _, gradient = gradients(model, tokens(), True, fp8.forward_context, first=True)

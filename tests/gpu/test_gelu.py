@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cast import (
+from tests.gpu.kernels import (
     DEVICE,
     FORMATS,
     LARGE,
@@ -16,6 +16,8 @@ from tests.gpu.test_cast import (
     assert_slices_are_alone,
     assert_transposed,
     column_sums,
+    gelu_backward_cast,
+    gelu_cast,
     large_normal,
     need,
     normal,
@@ -43,8 +45,6 @@ def exact_backward(dy, h):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, scale, dtype):
-    from gpt2_fp8.kernels.gelu import gelu_cast
-
     h = normal(*shape) * 3
     slot = slot_of(dtype, scale)
     q = gelu_cast(h, slot)
@@ -61,8 +61,6 @@ def test_forward(shape, scale, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backward(shape, scale, dtype, dtype_y):
     """The gradient's cast and sums; and gelu(h) transposed, byte for byte what the forward's cast was."""
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     h, dy = normal(*shape) * 3, normal(*shape, seed=1)
     slot, slot_y = slot_of(dtype, scale), slot_of(dtype_y, 8.0, amax=0.5)
     q, qt, yt, partial = gelu_backward_cast(dy, h, slot, slot_y)
@@ -77,8 +75,6 @@ def test_backward(shape, scale, dtype, dtype_y):
 
 @pytest.mark.parametrize("shape", LARGE)
 def test_several_tiles_a_program(shape):
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     h, dy = normal(*shape), normal(*shape, seed=1)
     exact = exact_gelu(h)
     y = gelu_cast(h, slot_of(torch.float8_e4m3fn, 16.0))
@@ -93,8 +89,6 @@ def test_several_tiles_a_program(shape):
 
 def test_every_small_bfloat16():
     """All bfloat16 numbers of magnitude 2^-8 to 16, both signs: the constants are right everywhere."""
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     magnitudes = torch.arange(0x3B80, 0x4180, dtype=torch.int16).view(torch.bfloat16)
     h = torch.cat([magnitudes, -magnitudes]).view(-1, 16).to(DEVICE)
     for dtype in FORMATS:
@@ -107,8 +101,6 @@ def test_every_small_bfloat16():
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_extreme_values_forward(dtype):
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     largest = torch.finfo(torch.bfloat16).max
     h = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
     given = torch.tensor([0.0, -0.0, largest, -largest, float("inf"), 100.0, -100.0, 1e-30, float("nan")])
@@ -129,8 +121,6 @@ def to_nearest(value, dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_extreme_values_backward(dtype):
     """Far from 0 the derivative is 1 or 0; what flows back saturates, and NaN stays where it is."""
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast
-
     largest = torch.finfo(torch.bfloat16).max
     h = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
     dy = torch.zeros_like(h)
@@ -144,8 +134,6 @@ def test_extreme_values_backward(dtype):
 
 
 def test_amax_is_raised_and_not_replaced():
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     h = normal(80, 144)
     for call in (gelu_cast, lambda h, slot: gelu_backward_cast(h, h, slot, slot_of(slot.dtype))):
         slot = slot_of(torch.float8_e4m3fn, amax=1000.0)
@@ -157,16 +145,12 @@ def test_amax_is_raised_and_not_replaced():
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_repeats(dtype):
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     h, dy = normal(272, 768), normal(272, 768, seed=1)
     assert_repeats(lambda slot: [gelu_cast(h, slot)], dtype)
     assert_repeats(lambda slot: gelu_backward_cast(dy, h, slot, slot_of(dtype)), dtype)
 
 
 def test_more_elements_than_int32_counts():
-    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
-
     need(40)
     m, n, step = 65600, 32784, 16400
     assert m * n > 2**31

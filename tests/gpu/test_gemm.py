@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.kernels import gemm, tuning
+from gpt2_fp8.kernels import gemm
 
 pytestmark = pytest.mark.fp8
 
@@ -143,10 +143,10 @@ def test_a_wrong_shape_is_refused():
 @pytest.mark.parametrize("shape", [(4096, 4800, 1600), (8192, 3072, 768), (3072, 768, 16384), (2048, 50304, 1280)])
 def test_the_algorithm_chosen_by_time_gives_the_bits_of_the_first(shape, accumulate, monkeypatch):
     m, n, k = shape
-    assert m * n * k >= tuning.WORTH_MULTIPLICATIONS
+    assert m * n * k >= gemm.WORTH_MULTIPLICATIONS
     results = []
     for worth in (float("inf"), 0):
-        monkeypatch.setattr(tuning, "WORTH_MULTIPLICATIONS", worth)
+        monkeypatch.setattr(gemm, "WORTH_MULTIPLICATIONS", worth)
         monkeypatch.setattr(gemm, "_plans", {})
         given = operands(*shape, (E5M2, E4M3), torch.float32 if accumulate else torch.bfloat16)
         given[2].fill_(1.0)
@@ -170,8 +170,8 @@ def test_an_algorithm_that_refuses_or_rounds_otherwise_is_passed_over():
         return 0
 
     spare = torch.empty_like(out)
-    assert tuning.fastest(["first", "refuses", "other", "same"], launch, out, spare) == "same"
-    assert tuning.fastest(["first", "refuses", "other"], launch, out, spare) == "first"
+    assert gemm.find_fastest(["first", "refuses", "other", "same"], launch, out, spare) == "same"
+    assert gemm.find_fastest(["first", "refuses", "other"], launch, out, spare) == "first"
     assert set(asked) == {"first", "refuses", "other", "same"}
 
 
@@ -182,6 +182,6 @@ def test_without_memory_to_choose_the_first_is_taken(monkeypatch):
     given = operands(8192, 3072, 768)
     expected = gemm.matmul(*given).clone()
     monkeypatch.setattr(gemm, "_plans", {})
-    monkeypatch.setattr(tuning, "operand", full)
+    monkeypatch.setattr(gemm, "_draw_operand", full)
     given[2].fill_(float("nan"))
     assert torch.equal(gemm.matmul(*given), expected)

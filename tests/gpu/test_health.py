@@ -11,6 +11,7 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.fp8.support import why_no_torchao
+from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
 from gpt2_fp8.runtime import rng
 from tests.gpu.common import VOCAB, composed, hopper, tokens
 from tests.gpu.test_runs import ON_GPU
@@ -103,15 +104,14 @@ def test_a_new_model_is_healthy(words):
 @pytest.mark.parametrize("fewest", [ROWS, ROWS + 1], ids=["probabilities", "logits"])
 def test_the_heads_factor_is_the_kernels(monkeypatch, fewest):
     """Whichever of both ways a micro-batch goes."""
-    from gpt2_fp8.kernels.probability_grid import EXPONENT, GRADIENT, GRADIENT_SCALE
-    from gpt2_fp8.layers.head_gradients import HeadGradients
+    from gpt2_fp8.layers.head import _Gradients
 
-    asked, scale_inv = [], HeadGradients.scale_inv
-    monkeypatch.setattr("gpt2_fp8.kernels.shapes.FEWEST_ROWS", fewest)
-    monkeypatch.setattr(HeadGradients, "scale_inv", lambda self, f: asked.append(f) or scale_inv(self, f))
+    asked, scale_inv = [], _Gradients.scale_inv
+    monkeypatch.setattr("gpt2_fp8.kernels.product.FEWEST_ROWS", fewest)
+    monkeypatch.setattr(_Gradients, "scale_inv", lambda self, f: asked.append(f) or scale_inv(self, f))
     step, _ = trained("precision.backend=fused", "recipe=delayed", "cuda_graphs=false", steps=1)
     factor = step.plan.backend.head_factor(ROWS, step.model.tokens.num_embeddings)
-    assert factor == asked[0] == (2**EXPONENT if fewest == ROWS else GRADIENT_SCALE[GRADIENT])
+    assert factor == asked[0] == (2**EXPONENT if fewest == ROWS else 2**LOGITS_EXPONENT)
 
 
 @pytest.mark.parametrize("words", [*FUSED, ["precision.backend=te"], ["precision.backend=te", "recipe=current"]])

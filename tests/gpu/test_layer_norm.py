@@ -4,17 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cast import (
+from tests.gpu.kernels import (
     DEVICE,
     FORMATS,
     LARGEST,
     SCALES,
+    Statistics,
     assert_fp8,
     assert_repeats,
     assert_slices_are_alone,
     assert_transposed,
     column_sums,
+    keeps_rows,
     large_normal,
+    layer_norm_backward,
+    layer_norm_cast,
     need,
     normal,
     slot_of,
@@ -60,18 +64,13 @@ def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
 
 @pytest.mark.parametrize(("n", "rows"), [(16, True), (2048, True), (2064, False)])
 def test_which_implementation(n, rows, implementation):
-    from gpt2_fp8.kernels import layer_norm, layer_norm_rows, layer_norm_tiles
-
-    chosen = layer_norm._implementation(torch.empty(16, n, device=DEVICE))
-    assert chosen is (layer_norm_rows if rows and implementation == "cuda" else layer_norm_tiles)
+    assert keeps_rows(n) == (rows and implementation == "cuda")
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, scale, dtype):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     x = normal(*shape) * 2 + 0.5
     weight, bias = parameters(shape[1])
     slot = slot_of(dtype, scale)
@@ -84,8 +83,6 @@ def test_forward(shape, scale, dtype):
 
 
 def test_one_layout_is_the_first_of_both():
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     x = normal(80, 144)
     q, _, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn))
     alone, empty, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn), both=False)
@@ -97,8 +94,6 @@ def test_one_layout_is_the_first_of_both():
 def test_a_large_mean_costs_no_precision(n):
     """Mean 1,002, deviation 1, which bfloat16 rounds to 1,000 or 1,004: where float32 takes the squared mean from the
     mean of squares, the variance is percents off."""
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     x = (normal(80, n, dtype=torch.float32) + 1002).bfloat16()
     assert x.double().std(1).min() > 1
     _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(torch.float8_e4m3fn))
@@ -108,8 +103,6 @@ def test_a_large_mean_costs_no_precision(n):
 @pytest.mark.parametrize("place", [0, 63, 64, -1])
 def test_one_outlier_in_each_row(place):
     """A channel far off the others, wherever it lies. N 2^-22 bounds what cancels if it serves as the rows' shift."""
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     n = 1600
     x = normal(48, n)
     x[:, place] = 2000.0
@@ -121,8 +114,6 @@ def test_one_outlier_in_each_row(place):
 
 
 def test_constant_rows_give_the_bias():
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     x = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
     x[1], x[47] = 1000.0, -3.0
     weight, bias = parameters(144)
@@ -135,8 +126,6 @@ def test_constant_rows_give_the_bias():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_spoils_no_other(bad):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-
     x = normal(80, 144)
     x[5, 100] = bad
     weight, bias = parameters(144)
@@ -151,8 +140,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(bad):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_saturates(dtype):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
-
     x = normal(48, 144)
     slot = slot_of(dtype)
     weight, bias = torch.ones(144, device=DEVICE), torch.zeros(144, device=DEVICE)
@@ -176,8 +163,6 @@ def exact_backward(dy, x, weight, residual):
 @pytest.mark.parametrize("dtype", [None, *FORMATS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backward(shape, dtype, with_residual):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-
     x, dy = normal(*shape) * 2 + 0.5, normal(*shape, seed=4)
     residual = normal(*shape, seed=5) if with_residual else None
     weight, bias = parameters(shape[1])
@@ -200,8 +185,6 @@ def test_backward(shape, dtype, with_residual):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_backward_saturates(dtype):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-
     x, residual = normal(80, 144), torch.zeros(80, 144, device=DEVICE, dtype=torch.bfloat16)
     residual[-1, -3:] = torch.tensor([1e30, -1e30, float("inf")]).to(residual)
     weight, bias = parameters(144)
@@ -215,8 +198,6 @@ def test_backward_saturates(dtype):
 
 
 def test_amax_is_raised_and_not_replaced():
-    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-
     x = normal(80, 144)
     weight, bias = parameters(144)
     slot = slot_of(torch.float8_e4m3fn, amax=1000.0)
@@ -227,8 +208,6 @@ def test_amax_is_raised_and_not_replaced():
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_repeats(dtype):
-    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-
     x, dy, residual = (normal(272, 768, seed=seed) for seed in range(3))
     weight, bias = parameters(768)
 
@@ -243,8 +222,6 @@ def test_repeats(dtype):
 
 def test_more_elements_than_int32_counts():
     """The widest rows that both implementations take. A slice has as many rows as change nothing in a sum's order."""
-    from gpt2_fp8.kernels.layer_norm import Statistics, layer_norm_backward, layer_norm_cast
-
     need(50)
     m, n, step = 1048640, 2048, 262160
     assert m * n > 2**31

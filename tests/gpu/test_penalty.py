@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu.common import error, grads, prepared, tokens
-from tests.gpu.test_cast import assert_transposed, bits, normal
+from tests.gpu.kernels import (
+    assert_transposed,
+    bits,
+    fused_cross_entropy,
+    log_sums,
+    normal,
+    softmax_gradient_cast,
+    softmax_statistics,
+)
 from tests.gpu.test_softmax_cast import assert_gradient, implementation, reference, targets_of  # noqa: F401
 
 WEIGHTS = [(1e-2, 0.0), (0.0, 0.5), (0.3, 0.2)]
@@ -15,8 +23,6 @@ WEIGHTS = [(1e-2, 0.0), (0.0, 0.5), (0.3, 0.2)]
 @pytest.mark.parametrize(("rows", "vocab_size", "columns"), [(7, 257, 320), (5, 8193, 8256), (33, 50257, 50304)])
 @pytest.mark.parametrize(("z_loss", "logit_l2"), WEIGHTS)
 def test_the_loss_kernel_matches_float64(rows, vocab_size, columns, dtype, z_loss, logit_l2):
-    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
-
     logits = (torch.randn(rows, columns, device="cuda", generator=torch.Generator("cuda").manual_seed(rows)) * 8).to(
         dtype
     )
@@ -40,19 +46,17 @@ def test_the_loss_kernel_matches_float64(rows, vocab_size, columns, dtype, z_los
 @pytest.mark.fp8
 @pytest.mark.parametrize("z_loss", [1e-4, 0.02])
 def test_the_fp8_gradient_matches_float64(z_loss, implementation):  # noqa: F811
-    from gpt2_fp8.kernels.softmax_cast import log_sums, softmax_gradient_cast, softmax_statistics
-
     logits, targets = normal(144, 400) * 4, targets_of(144, 257)
     logits[:, 257:] = float("nan")
     _, exponents = softmax_statistics(logits, targets, 257)
-    q, qt = softmax_gradient_cast(logits, targets, exponents, 257, torch.float8_e5m2, z_loss)
+    q, qt = softmax_gradient_cast(logits, targets, exponents, 257, z_loss)
     _, p, exact = reference(logits, targets, 257)
     lse = torch.where(targets >= 0, logits.double()[:, :257].logsumexp(1), 0.0)
     torch.testing.assert_close(log_sums(exponents).double(), lse, rtol=1e-6, atol=1e-5)
     more = 2 * z_loss * lse[:, None] * p
     assert_gradient(q, logits, p + more.abs(), exact + more)
     assert_transposed(q, qt)
-    without, _ = softmax_gradient_cast(logits, targets, exponents, 257, torch.float8_e5m2)
+    without, _ = softmax_gradient_cast(logits, targets, exponents, 257)
     assert not torch.equal(bits(q), bits(without))
 
 
@@ -70,7 +74,7 @@ LAYERS = {
 )
 def test_gradients_are_those_of_plain_layers_in_float32(layers, monkeypatch):
     if layers == "fused, without logits":
-        monkeypatch.setattr("gpt2_fp8.kernels.shapes.FEWEST_ROWS", 1)
+        monkeypatch.setattr("gpt2_fp8.kernels.product.FEWEST_ROWS", 1)
     words = ["data.tokenizer=gpt2", "penalty.z_loss=0.01"]
     same = [word for word in LAYERS[layers] if word.startswith("penalty.")]
     found = []

@@ -7,7 +7,9 @@ Most operands are small whole numbers: every sum of their products is then exact
 import pytest
 import torch
 
-from tests.gpu.test_cast import (
+from gpt2_fp8.kernels.product import Operands, fits
+from gpt2_fp8.kernels.product_gelu import CODE_OF_ZERO, CODES, product_gelu, product_gelu_backward
+from tests.gpu.kernels import (
     DEVICE,
     LARGEST,
     SCALES,
@@ -16,6 +18,7 @@ from tests.gpu.test_cast import (
     assert_slices_are_alone,
     bits,
     column_sums,
+    gelu_cast,
     need,
     normal,
     ordinal,
@@ -62,8 +65,6 @@ def _poison(monkeypatch):
 
 def whole(shape, dtype=E4M3, seed=0):
     """Operands of whole numbers between -3 and 3, a's format given."""
-    from gpt2_fp8.kernels.product_gelu import Operands
-
     m, n, k = shape
     generator = torch.Generator(DEVICE).manual_seed(seed)
     a, b = (torch.randint(-3, 4, (rows, k), device=DEVICE, generator=generator).float() for rows in (m, n))
@@ -78,8 +79,6 @@ def exact_product(operands):
 
 def exact_codes(h):
     """The codes of gelu'(h), as float64."""
-    from gpt2_fp8.kernels.product_gelu import CODE_OF_ZERO, CODES
-
     return (CODES * exact_backward(torch.ones_like(h, dtype=torch.float64), h)).round() + CODE_OF_ZERO
 
 
@@ -97,15 +96,11 @@ def codes_of(h):
 
 def slope_of(slopes):
     """What codes mean, float64."""
-    from gpt2_fp8.kernels.product_gelu import CODE_OF_ZERO, CODES
-
     return (slopes.double() - CODE_OF_ZERO) / CODES
 
 
 def same_arithmetic(operands, slopes, slot):
     """The gradient in FP8, its amax, and itself in float64, of whole numbers: only the last steps round."""
-    from gpt2_fp8.kernels.product_gelu import CODE_OF_ZERO, CODES
-
     a, b, *units = operands
     one, codes = (torch.tensor([value], device=DEVICE) for value in (1.0, float(CODES)))
     unit = units[0] * units[1] * (one / codes)  # float32, as in the kernel
@@ -129,9 +124,6 @@ def assert_gradient(gradient, operands, slopes, slot):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, with_bias):
     """q is what the kernel of its own makes of h, to the last bit; so h was rounded to bfloat16."""
-    from gpt2_fp8.kernels.gelu import gelu_cast
-    from gpt2_fp8.kernels.product_gelu import fits, product_gelu
-
     operands, slot, other = whole(shape), slot_of(E4M3, 16.0), slot_of(E4M3, 16.0)
     assert fits(operands.a, operands.b)
     bias = normal(shape[1], seed=2) if with_bias else None
@@ -145,8 +137,6 @@ def test_forward(shape, with_bias):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_forward_scales(scale):
-    from gpt2_fp8.kernels.product_gelu import product_gelu
-
     operands, bias, slot = whole(SMALL), normal(SMALL[1], seed=2), slot_of(E4M3, scale)
     q, _ = product_gelu(operands, bias, slot)
     exact = exact_gelu((exact_product(operands) + bias.double()).float().bfloat16())
@@ -163,8 +153,6 @@ def test_forward_scales(scale):
 def test_forward_of_normal_numbers(shape, with_bias):
     """Sums that the tensor cores round, units that are no powers of two, a scale that rounds: what they may do to h
     explains every number."""
-    from gpt2_fp8.kernels.product_gelu import CODES, Operands, product_gelu
-
     a, b, _, *units = normal_operands(*shape)
     operands, slot = Operands(a, b, *units), slot_of(E4M3, 37.3)
     bias = normal(shape[1], seed=2) * 4 if with_bias else None
@@ -187,8 +175,6 @@ def test_forward_of_normal_numbers(shape, with_bias):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backward(shape, dtype):
     """With the forward's own codes: the gradient's cast, its amax and its sums."""
-    from gpt2_fp8.kernels.product_gelu import product_gelu, product_gelu_backward
-
     _, slopes = product_gelu(whole(shape, seed=1), normal(shape[1], seed=2), slot_of(E4M3, 8.0))
     # no power of two: where the derivative is about 1, many whole numbers would lie halfway between two of FP8
     operands, slot = whole(shape, dtype), slot_of(dtype, 11.3)
@@ -199,8 +185,6 @@ def test_backward(shape, dtype):
 @pytest.mark.parametrize("dtype", [E5M2, E4M3])
 @pytest.mark.parametrize("scale", SCALES)
 def test_backward_scales_and_formats(scale, dtype, given):
-    from gpt2_fp8.kernels.product_gelu import product_gelu_backward
-
     operands, slopes, slot = whole(SMALL, given), codes_of(normal(*SMALL[:2], seed=1)), slot_of(dtype, scale)
     assert_gradient(product_gelu_backward(operands, slopes, slot), operands, slopes, slot)
 
@@ -209,8 +193,6 @@ def test_backward_scales_and_formats(scale, dtype, given):
 @pytest.mark.parametrize("shape", [SMALL, (448, 3072, 768), (4160, 640, 1024)])
 def test_backward_of_normal_numbers(shape, dtype):
     """As `test_forward_of_normal_numbers`: what the tensor cores' rounding may do to g explains every number."""
-    from gpt2_fp8.kernels.product_gelu import Operands, product_gelu_backward
-
     a, b, _, *units = normal_operands(*shape, (dtype, E4M3))
     operands, h = Operands(a, b, *units), normal(*shape[:2], seed=1) * 2
     slopes, slot = codes_of(h), slot_of(dtype, 37.3)
@@ -234,7 +216,6 @@ def test_backward_of_normal_numbers(shape, dtype):
 def test_each_block_has_its_part_of_the_sums(shape):
     """Part by part: the rows that a block has of a slab; zeros where there are fewer blocks than parts."""
     from gpt2_fp8.kernels import nvrtc
-    from gpt2_fp8.kernels.product_gelu import product_gelu_backward
 
     m, n, _ = shape
     operands, slopes, slot = whole(shape, E5M2), codes_of(normal(m, n, seed=1)), slot_of(E5M2)
@@ -260,9 +241,6 @@ def test_each_block_has_its_part_of_the_sums(shape):
 
 def test_large_numbers_forward():
     """Far from 0, gelu(h) is h or 0, also where h's square is infinite in float32."""
-    from gpt2_fp8.kernels.gelu import gelu_cast
-    from gpt2_fp8.kernels.product_gelu import product_gelu
-
     bias = torch.zeros(128, device=DEVICE, dtype=torch.bfloat16)
     bias[:6] = torch.tensor([1e4, -1e4, 1e30, -1e30, 3e38, -3e38]).to(bias)
     for columns in (slice(0, 2), slice(0, 6)):
@@ -280,8 +258,6 @@ def test_large_numbers_forward():
 
 
 def test_saturates_backward():
-    from gpt2_fp8.kernels.product_gelu import product_gelu_backward
-
     operands = whole((64, 128, 128), E5M2)
     operands.a_scale_inv.fill_(2.0**40)
     slopes, slot = codes_of(torch.full((64, 128), 100.0, device=DEVICE)), slot_of(E5M2)
@@ -292,8 +268,6 @@ def test_saturates_backward():
 
 
 def test_a_row_with_nan_spoils_no_other():
-    from gpt2_fp8.kernels.product_gelu import product_gelu, product_gelu_backward
-
     others = torch.arange(SMALL[0], device=DEVICE) != 77
     good, bad = whole(SMALL), whole(SMALL)
     bad.a[77] = torch.full((SMALL[2],), float("nan"), device=DEVICE).to(E4M3)
@@ -317,8 +291,6 @@ def test_a_row_with_nan_spoils_no_other():
 
 
 def test_amax_is_raised_and_not_replaced():
-    from gpt2_fp8.kernels.product_gelu import product_gelu, product_gelu_backward
-
     slopes = codes_of(normal(*SMALL[:2]))
 
     def backward(operands, slot):
@@ -335,8 +307,6 @@ def test_amax_is_raised_and_not_replaced():
 
 @pytest.mark.parametrize("shape", [(64, 128, 128), (448, 3072, 768), (4160, 640, 1024)])
 def test_repeats(shape):
-    from gpt2_fp8.kernels.product_gelu import Operands, product_gelu, product_gelu_backward
-
     a, b, _, *units = normal_operands(*shape)
     operands, slopes, bias = Operands(a, b, *units), codes_of(normal(*shape[:2])), normal(shape[1], seed=2)
     gradient_operands = Operands(a.float().to(E5M2), b, *units)
@@ -345,8 +315,6 @@ def test_repeats(shape):
 
 
 def test_graph_replay_equals_eager():
-    from gpt2_fp8.kernels.product_gelu import product_gelu, product_gelu_backward
-
     shape = (448, 3072, 768)
     forward, backward, bias = whole(shape), whole(shape, E5M2, seed=1), normal(shape[1])
     slots = slot_of(E4M3, 8.0), slot_of(E5M2, 16.0)
@@ -378,8 +346,6 @@ def test_graph_replay_equals_eager():
 
 
 def test_on_another_stream():
-    from gpt2_fp8.kernels.product_gelu import product_gelu
-
     operands = whole(SMALL)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -399,8 +365,6 @@ def test_on_another_stream():
     ],
 )
 def test_what_fits(shape, expected):
-    from gpt2_fp8.kernels.product_gelu import fits
-
     m, n, k = shape
     a, b = (torch.empty(rows, k, device=DEVICE, dtype=E4M3) for rows in (m, n))
     assert fits(a, b) is expected
@@ -408,9 +372,6 @@ def test_what_fits(shape, expected):
 
 def test_more_elements_than_int32_counts():
     """Also held to the product itself, whose sums of small whole numbers float32 has exactly."""
-    from gpt2_fp8.kernels.gelu import gelu_cast
-    from gpt2_fp8.kernels.product_gelu import Operands, product_gelu, product_gelu_backward
-
     need(40)
     m, n, k, step = 65600, 32896, 128, 13120
     assert m * n > 2**31

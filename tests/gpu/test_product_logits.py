@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.test_cast import need
+from tests.gpu.kernels import need, product_logits, softmax_statistics
 from tests.gpu.test_product_gelu import UNITS, bits, exact_product, whole
 
 pytestmark = pytest.mark.fp8
@@ -31,9 +31,6 @@ def targets_of(m, vocab_size):
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(case):
-    from gpt2_fp8.kernels.product_logits import product_logits
-    from gpt2_fp8.kernels.softmax_cast import softmax_statistics
-
     *shape, vocab_size = case
     operands, targets = whole(shape), targets_of(shape[0], vocab_size)
     logits, losses, exponents = product_logits(operands, targets, vocab_size)
@@ -51,8 +48,6 @@ def test_matches_float64(case):
 
 
 def test_repeats_and_a_nan_spoils_its_row_alone():
-    from gpt2_fp8.kernels.product_logits import product_logits
-
     operands, targets = whole((192, 384, 256)), torch.zeros(192, dtype=torch.int64, device="cuda")
     one, other = (product_logits(operands, targets, 300) for _ in range(2))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
@@ -67,9 +62,6 @@ def test_repeats_and_a_nan_spoils_its_row_alone():
 def test_more_elements_than_int32_counts():
     """As many rows as a head has never at once (it goes by chunks), and GPT-2's vocabulary. Held to the product itself,
     whose sums of small whole numbers float32 has exactly, and to the kernel that reads the logits."""
-    from gpt2_fp8.kernels.product_logits import product_logits
-    from gpt2_fp8.kernels.softmax_cast import softmax_statistics
-
     need(24)
     m, n, k, vocab_size = 65600, 50304, 128, 50257
     assert m * n > 2**31

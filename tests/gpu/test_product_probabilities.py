@@ -8,9 +8,22 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8.fp8 import state
+from gpt2_fp8.kernels.formats import EXPONENT, Slot
+from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.product import Operands
 from tests.gpu import common
 from tests.gpu.common import VOCAB, calibrated, error, gradients, tokens
-from tests.gpu.test_cast import DEVICE, need
+from tests.gpu.kernels import (
+    DEVICE,
+    add_target_rows,
+    choose_frequent,
+    compute_references,
+    layer_norm_cast,
+    layer_norm_transposed,
+    need,
+    probability_rows,
+    product_probabilities,
+)
 from tests.gpu.test_gemm import operands as normal_operands
 from tests.gpu.test_product_gelu import bits, exact_product, whole
 from tests.gpu.test_product_logits import CASES as OF_LOGITS
@@ -21,7 +34,7 @@ pytestmark = pytest.mark.fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LOG2E = 1.4426950408889634
 CASES = [case for case in OF_LOGITS if case[2] < 1024]  # M, N, K, columns that count
-FEWEST_ROWS = "gpt2_fp8.kernels.shapes.FEWEST_ROWS"
+FEWEST_ROWS = "gpt2_fp8.kernels.product.FEWEST_ROWS"
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +52,12 @@ def exact_rows(operands, vocab_size):
 
 
 def made_of(operands, references, vocab_size, targets=None):
-    from gpt2_fp8.kernels.product_probabilities import product_probabilities
-
     targets = targets_of(len(references), vocab_size) if targets is None else targets
     return product_probabilities(operands, references, targets, vocab_size)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(case):
-    from gpt2_fp8.kernels.probability_grid import EXPONENT
-
     *shape, vocab_size = case
     operands = whole(shape)
     logits, log_sums = exact_rows(operands, vocab_size)
@@ -92,9 +101,6 @@ def test_what_is_too_large_saturates():
 
 def test_the_targets_logit_is_the_products_own():
     """It has the tensor cores' rounding, as the logits in the row's sum have: a row is one softmax."""
-    from gpt2_fp8.kernels.gemm import matmul
-    from gpt2_fp8.kernels.product_gelu import Operands
-
     a, b, out, *scales = normal_operands(192, 384, 768, dtype=torch.float32)
     operands = Operands(a, b, *scales)
     matmul(a, b, out, *scales, fast_accumulate=True)
@@ -127,8 +133,6 @@ def test_more_elements_than_int32_counts():
 
 def a_head(m=448, n=3072, k=256, vocab_size=3001):
     """Operands of whole numbers whose logits differ by orders of magnitude, and targets of which few ids are most."""
-    from gpt2_fp8.kernels.product_gelu import Operands
-
     generator = torch.Generator(DEVICE).manual_seed(2)
     a, b = (torch.randint(-3, 4, (rows, k), device=DEVICE, generator=generator).float() for rows in (m, n))
     a[:, 0] = torch.randint(4, 9, (m,), device=DEVICE, generator=generator).float()
@@ -142,14 +146,12 @@ def a_head(m=448, n=3072, k=256, vocab_size=3001):
 
 @pytest.mark.parametrize(("ids", "vocab_size"), [(128, 3001), (2048, 3001), (2048, 257)])
 def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vocab_size):
-    from gpt2_fp8.kernels import references as module
-
-    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", ids)
+    monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", ids)
     operands, targets = a_head(vocab_size=vocab_size)
-    few = module.frequent(targets, operands.b, vocab_size)
+    few = choose_frequent(targets, operands.b, vocab_size)
     assert few.counted == min(ids, vocab_size)
     logits, log_sums = exact_rows(operands, vocab_size)
-    ours = module.references(operands, targets, few)
+    ours = compute_references(operands, targets, few)
     counted = targets >= 0
     at_target = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
     assert torch.all(ours.double() <= log_sums + 1e-4)
@@ -164,9 +166,6 @@ def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vo
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("room", [64, 2])
 def test_rows_match_float64(z_loss, room):
-    from gpt2_fp8.kernels.probability_grid import EXPONENT
-    from gpt2_fp8.kernels.probability_rows import probability_rows
-
     operands, targets = a_head()
     logits, log_sums = exact_rows(operands, 3001)
     off = torch.linspace(0, 3, len(log_sums), device=DEVICE)
@@ -199,8 +198,6 @@ def test_rows_match_float64(z_loss, room):
 
 
 def test_rows_at_targets_are_added():
-    from gpt2_fp8.kernels.target_rows import add_target_rows
-
     operands, targets = a_head()
     y, weight, y_inv, w_inv = operands
     generator = torch.Generator(DEVICE).manual_seed(5)
@@ -218,9 +215,6 @@ def test_rows_at_targets_are_added():
 
 
 def test_a_normalised_row_times_its_factor():
-    from gpt2_fp8.kernels.layer_norm import layer_norm_cast, layer_norm_transposed
-    from gpt2_fp8.kernels.slot import Slot
-
     generator = torch.Generator(DEVICE).manual_seed(6)
     x = torch.randn(208, 256, device=DEVICE, generator=generator).bfloat16()
     weight, bias = (torch.randn(256, device=DEVICE, generator=generator) for _ in range(2))
@@ -249,17 +243,17 @@ def both_ways(monkeypatch, ids, room=64, change=None):
     with state.restored(model):
         by_logits = gradients(model, ids, True, fp8.forward_context)
     found = []
-    from gpt2_fp8.layers import head_chunks
+    from gpt2_fp8.layers import head
 
     def noted(*arguments):
-        known, aside = head_chunks_rows(*arguments)
+        known, aside = rows(*arguments)
         found.append(aside.found.item())
         return known, aside
 
-    head_chunks_rows = head_chunks.probability_rows
-    monkeypatch.setattr(head_chunks, "probability_rows", noted)
+    rows = head.probability_rows
+    monkeypatch.setattr(head, "probability_rows", noted)
     monkeypatch.setattr(FEWEST_ROWS, 1)
-    monkeypatch.setattr(head_chunks, "ROOM", room)
+    monkeypatch.setattr(head, "ROOM", room)
     return by_logits, gradients(model, ids, True, fp8.forward_context), found
 
 
@@ -287,7 +281,7 @@ def surprise(model):
 
 
 def test_rows_far_from_their_references_are_computed_again(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", 128)
     (loss, expected), (again, ours), found = both_ways(monkeypatch, tokens(4), room=1024, change=surprise)
     assert 16 < found[0] < 1024, "some are set aside, and some are not"
     assert again == pytest.approx(loss, rel=1e-4)
@@ -296,7 +290,7 @@ def test_rows_far_from_their_references_are_computed_again(monkeypatch):
 
 def test_more_rows_far_from_their_references_than_there_is_room_for_are_no_finite_loss(monkeypatch):
     """Their gradients have saturated. Such a step is run again in bf16."""
-    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", 128)
     (loss, _), (again, _), found = both_ways(monkeypatch, tokens(4), room=16, change=surprise)
     assert found[0] > 16
     assert math.isfinite(loss)
@@ -304,8 +298,8 @@ def test_more_rows_far_from_their_references_than_there_is_room_for_are_no_finit
 
 
 def test_it_repeats(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.layers.head_chunks.ROOM", 1024)
-    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.layers.head.ROOM", 1024)
+    monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", 128)
     monkeypatch.setattr(FEWEST_ROWS, 1)
     ids = tokens(4)
     model, fp8 = calibrated("fused", ids=ids)

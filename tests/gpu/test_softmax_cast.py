@@ -6,9 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cast import DEVICE, FORMATS, LARGEST, assert_fp8, assert_transposed, bits, normal, ordinal, use
+from gpt2_fp8.kernels.formats import LOGITS_EXPONENT
+from tests.gpu.kernels import (
+    DEVICE,
+    assert_fp8,
+    assert_transposed,
+    bits,
+    normal,
+    ordinal,
+    softmax_gradient_cast,
+    softmax_statistics,
+    use,
+)
 
 pytestmark = pytest.mark.fp8
+
+SCALE = 2.0**LOGITS_EXPONENT  # of the gradient, which is E5M2
 
 # rows, vocabulary, columns: without padding and with; padding of whole tiles; a block's multiple and one more;
 # partial tiles in both directions, and more tiles below each other than run together, the last ones fewer
@@ -51,32 +64,25 @@ def reference(logits, targets, vocab_size):
     return losses, p, p - onehot
 
 
-def compute(logits, targets, vocab_size, dtype):
-    from gpt2_fp8.kernels.softmax_cast import softmax_gradient_cast, softmax_statistics
-
+def compute(logits, targets, vocab_size):
     losses, exponents = softmax_statistics(logits, targets, vocab_size)
-    return losses, exponents, *softmax_gradient_cast(logits, targets, exponents, vocab_size, dtype)
+    return losses, exponents, *softmax_gradient_cast(logits, targets, exponents, vocab_size)
 
 
 def assert_gradient(q, logits, p, exact):
     """The exponent x log2(e) is rounded by float32, which its magnitude worsens; so is p where 1 is taken from it."""
-    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
-
     finite = logits.double().abs().nan_to_num(0, 0, 0).amax()
     noise = p * 2.0**-22 * (4 + finite) + torch.where(exact < 0, 2.0**-22, 0.0)
-    assert_fp8(q, exact, GRADIENT_SCALE[q.dtype], noise)
+    assert_fp8(q, exact, SCALE, noise)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 @pytest.mark.parametrize(("rows", "vocab_size", "columns"), SHAPES)
-def test_matches_float64(rows, vocab_size, columns, spread, dtype, implementation):
-    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
-
+def test_matches_float64(rows, vocab_size, columns, spread, implementation):
     logits = normal(rows, columns) * spread
     logits[:, vocab_size:] = float("nan")  # takes no part
     targets = targets_of(rows, vocab_size)
-    losses, exponents, q, qt = compute(logits, targets, vocab_size, dtype)
+    losses, exponents, q, qt = compute(logits, targets, vocab_size)
     want, p, exact = reference(logits, targets, vocab_size)
     torch.testing.assert_close(losses.double(), want, rtol=4e-6, atol=1e-5)
     counted = targets >= 0
@@ -91,14 +97,12 @@ def test_matches_float64(rows, vocab_size, columns, spread, dtype, implementatio
     assert torch.count_nonzero(q.float()[:, vocab_size:]) == 0
     assert torch.count_nonzero(q.float()[~counted]) == 0
     # a row's gradient sums to 0 but for what the cast rounds: half a unit in the last place of each
-    got = q.double() / GRADIENT_SCALE[dtype]
-    half = 2.0**-4 if dtype == torch.float8_e4m3fn else 2.0**-3
-    smallest = (2.0**-10 if dtype == torch.float8_e4m3fn else 2.0**-17) / GRADIENT_SCALE[dtype]
-    assert torch.all(got.sum(1).abs() <= half * exact.abs().sum(1) + smallest * vocab_size + 1e-4)
+    got = q.double() / SCALE
+    smallest = 2.0**-17 / SCALE
+    assert torch.all(got.sum(1).abs() <= 2.0**-3 * exact.abs().sum(1) + smallest * vocab_size + 1e-4)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_extreme_logits(dtype, implementation):
+def test_extreme_logits(implementation):
     logits = torch.zeros(16, 400, device=DEVICE, dtype=torch.bfloat16)
     targets = torch.full((16,), 7, device=DEVICE)
     logits[0, 5] = 3e4
@@ -112,7 +116,7 @@ def test_extreme_logits(dtype, implementation):
     logits[6, 7] = 1.0
     logits[7, 10], logits[7, 11] = -3e4, 3e4
     logits[:, 257:] = 3e4  # padding larger than all else
-    losses, _, q, qt = compute(logits, targets, 257, dtype)
+    losses, _, q, qt = compute(logits, targets, 257)
     want, p, exact = reference(logits, targets, 257)
     torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-5)
     assert not q.float().isnan().any()
@@ -121,11 +125,10 @@ def test_extreme_logits(dtype, implementation):
     assert torch.count_nonzero(q.float()[:, 257:]) == 0
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_all_ignored_is_zero(dtype, implementation):
+def test_all_ignored_is_zero(implementation):
     logits = normal(48, 400) * 100
     logits[17, :300] = torch.tensor([float("nan"), float("inf"), -float("inf")], device=DEVICE).repeat(100)
-    losses, _, q, qt = compute(logits, torch.full((48,), -1, device=DEVICE), 257, dtype)
+    losses, _, q, qt = compute(logits, torch.full((48,), -1, device=DEVICE), 257)
     assert torch.count_nonzero(losses) == 0
     assert torch.count_nonzero(q.float()) == torch.count_nonzero(qt.float()) == 0
 
@@ -134,74 +137,66 @@ def test_a_nan_spoils_its_row_alone(implementation):
     logits = normal(48, 400)
     logits[17, 100] = float("nan")
     targets = torch.zeros(48, dtype=torch.long, device=DEVICE)
-    losses, _, q, _ = compute(logits, targets, 257, torch.float8_e5m2)
+    losses, _, q, _ = compute(logits, targets, 257)
     bad = torch.arange(48, device=DEVICE) == 17
     assert torch.equal(losses.isnan(), bad)
     assert torch.equal(q.float().isnan().any(1), bad)
     assert torch.count_nonzero(q.float()[:, 257:].nan_to_num(1.0)) == 0
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_a_certain_wrong_answer_is_the_scale(dtype, implementation):
+def test_a_certain_wrong_answer_is_the_scale(implementation):
     """p = 1 beside the target and 0 on it: plus and minus the scale, which the format holds exactly."""
-    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
-
     logits = torch.full((16, 144), -200.0, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 143] = 200.0
-    _, _, q, _ = compute(logits, torch.zeros(16, dtype=torch.long, device=DEVICE), 144, dtype)
-    assert GRADIENT_SCALE[dtype] < LARGEST[dtype]
-    assert torch.all(q[:, 0].float() == -GRADIENT_SCALE[dtype])
-    assert torch.all(q[:, 143].float() == GRADIENT_SCALE[dtype])
+    _, _, q, _ = compute(logits, torch.zeros(16, dtype=torch.long, device=DEVICE), 144)
+    assert torch.all(q[:, 0].float() == -SCALE)
+    assert torch.all(q[:, 143].float() == SCALE)
     assert torch.count_nonzero(q.float()) == 32
 
 
 def test_logits_and_targets_are_left_alone(implementation):
     logits, targets = normal(48, 400), targets_of(48, 257)
     before = logits.clone(), targets.clone()
-    compute(logits, targets, 257, torch.float8_e5m2)
+    compute(logits, targets, 257)
     assert torch.equal(logits, before[0])
     assert torch.equal(targets, before[1])
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_repeats(dtype, implementation):
+def test_repeats(implementation):
     logits, targets = normal(272, 1280), targets_of(272, 1000)
-    for one, other in zip(*(compute(logits, targets, 1000, dtype) for _ in range(2)), strict=True):
+    for one, other in zip(*(compute(logits, targets, 1000) for _ in range(2)), strict=True):
         assert torch.equal(bits(one), bits(other))
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_a_large_maximum_costs_no_precision(dtype, implementation):
+def test_a_large_maximum_costs_no_precision(implementation):
     """Logits that differ from others by a number that bfloat16 and float32 hold exactly give the same bytes."""
     logits = (normal(48, 400) * 4).round()
     targets = targets_of(48, 257)
     logits[1::2].scatter_(1, targets[1::2, None].clamp_min(0), 40.0)  # p is all but 1: what is left of p - 1 shows it
-    _, _, want, _ = compute(logits, targets, 257, dtype)
+    _, _, want, _ = compute(logits, targets, 257)
     raised = logits + 128
     assert torch.equal(raised - 128, logits)
-    _, _, q, qt = compute(raised, targets, 257, dtype)
+    _, _, q, qt = compute(raised, targets, 257)
     assert torch.equal(bits(q), bits(want))
     assert_transposed(q, qt)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_a_target_anywhere_in_a_tile(dtype, implementation):
+def test_a_target_anywhere_in_a_tile(implementation):
     """Rows whose targets follow each other through all columns: the gradient is negative there and nowhere else."""
     logits, targets = normal(400, 400), torch.arange(400, device=DEVICE)
-    _, _, q, qt = compute(logits, targets, 400, dtype)
+    _, _, q, qt = compute(logits, targets, 400)
     assert torch.equal(q.float() < 0, torch.eye(400, dtype=torch.bool, device=DEVICE))
     assert_transposed(q, qt)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("rows", "vocab_size", "columns"), [(272, 1000, 1280), (1296, 259, 272)])
-def test_both_implementations_agree(rows, vocab_size, columns, dtype, monkeypatch):
+def test_both_implementations_agree(rows, vocab_size, columns, monkeypatch):
     """But for a few numbers that lie between two of the format's, where exponentials may be rounded differently."""
     logits, targets = normal(rows, columns), targets_of(rows, vocab_size)
     use("cuda", monkeypatch)
-    _, _, one, _ = compute(logits, targets, vocab_size, dtype)
+    _, _, one, _ = compute(logits, targets, vocab_size)
     use("triton", monkeypatch)
-    _, _, other, _ = compute(logits, targets, vocab_size, dtype)
+    _, _, other, _ = compute(logits, targets, vocab_size)
     apart = (ordinal(one) - ordinal(other)).abs()
     assert apart.max() <= 1
     assert torch.count_nonzero(apart) <= one.numel() // 1000
@@ -215,10 +210,10 @@ def test_more_elements_than_int32_counts(implementation):
     logits = torch.full((m, n), -200.0, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 5] = logits[-16:, vocab_size - 1] = 200.0
     targets = torch.full((m,), vocab_size - 2, device=DEVICE)
-    _, _, q, qt = compute(logits, targets, vocab_size, torch.float8_e4m3fn)
-    assert torch.all(q[:-16, 5].float() == 256.0)
-    assert torch.all(q[-16:, 5].float() == 128.0)
-    assert torch.all(q[-16:, vocab_size - 1].float() == 128.0)
-    assert torch.all(q[:, vocab_size - 2].float() == -256.0)
+    _, _, q, qt = compute(logits, targets, vocab_size)
+    assert torch.all(q[:-16, 5].float() == SCALE)
+    assert torch.all(q[-16:, 5].float() == SCALE / 2)
+    assert torch.all(q[-16:, vocab_size - 1].float() == SCALE / 2)
+    assert torch.all(q[:, vocab_size - 2].float() == -SCALE)
     assert torch.count_nonzero(q.view(torch.uint8)) == 2 * m + 16
     assert torch.equal(qt.view(torch.uint8), q.view(torch.uint8).t())

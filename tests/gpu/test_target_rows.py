@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.common import hopper
+from tests.gpu.kernels import softmax_gradient_cast, softmax_statistics, target_rows
 from tests.gpu.test_product_gelu import bits
 
 pytestmark = [pytest.mark.fp8, hopper]
@@ -12,14 +13,12 @@ FACTOR = 2.0**15
 
 
 def case(rows=144, columns=400, vocab_size=385, d=272, z_loss=0.0):
-    from gpt2_fp8.kernels.softmax_cast import softmax_gradient_cast, softmax_statistics
-
     generator = torch.Generator("cuda").manual_seed(0)
     normal = lambda *shape: torch.randn(shape, device="cuda", generator=generator)  # noqa: E731
     logits, targets = (normal(rows, columns) * 4).bfloat16(), torch.arange(rows, device="cuda") * 7 % vocab_size
     targets[::5] = -1
     _, exponents = softmax_statistics(logits, targets, vocab_size)
-    q, _ = softmax_gradient_cast(logits, targets, exponents, vocab_size, E5M2, z_loss)
+    q, _ = softmax_gradient_cast(logits, targets, exponents, vocab_size, z_loss)
     of_q, of_weight, of_inputs = (torch.tensor([value], device="cuda") for value in (0.0301 / FACTOR, 0.5, 0.25))
     weight, inputs = (normal(columns, d) * 30).to(E4M3), (normal(rows, d) * 30).to(E4M3)
     loss_weight = torch.tensor([0.03], device="cuda")
@@ -28,8 +27,6 @@ def case(rows=144, columns=400, vocab_size=385, d=272, z_loss=0.0):
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_it_is_the_rest_of_the_exact_gradient(z_loss):
-    from gpt2_fp8.kernels.target_rows import target_rows
-
     given = case(z_loss=z_loss)
     logits, targets, _, (q, of_q), loss_weight, (weight, of_weight), (inputs, of_inputs), _ = given
     real, counted = logits.double()[:, :385], targets >= 0
@@ -46,7 +43,5 @@ def test_it_is_the_rest_of_the_exact_gradient(z_loss):
 
 
 def test_it_repeats():
-    from gpt2_fp8.kernels.target_rows import target_rows
-
     one, other = target_rows(*case()), target_rows(*case())
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))

@@ -8,7 +8,7 @@ import torch
 
 from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.layers import reference, te
-from gpt2_fp8.layers.rotary import angles
+from gpt2_fp8.layers.reference import angles
 from gpt2_fp8.model.generate import generate
 from tests.gpu.common import (
     CONFIG,

@@ -6,7 +6,8 @@ Whole numbers are exact: in the tensor cores, which keep some 14 bits of a block
 import pytest
 import torch
 
-from tests.gpu.test_cast import DEVICE, bits, need
+from gpt2_fp8.kernels.weight_gradient import weight_gradient
+from tests.gpu.kernels import DEVICE, bits, need
 from tests.gpu.test_gemm import PAIRS
 from tests.gpu.test_product_gelu import _hopper, _poison  # noqa: F401  (fixtures)
 
@@ -67,8 +68,6 @@ def exact(a, bt, a_scale_inv, b_scale_inv, transposed=False):
 
 
 def computed(given, transposed=False, add=None):
-    from gpt2_fp8.kernels.weight_gradient import weight_gradient
-
     a, bt, *scales = given
     size = (a.shape[1], bt.shape[0])
     out = torch.empty(size[::-1] if transposed else size, device=DEVICE) if add is None else add
@@ -94,8 +93,6 @@ def test_whole_numbers_are_exact(shape, pair, transposed):
 
 
 def test_adds_to_another_matrix():
-    from gpt2_fp8.kernels.weight_gradient import weight_gradient
-
     a, bt, *scales = whole(SMALL)
     add, out = counting((640, 384)), torch.empty(640, 384, device=DEVICE)
     weight_gradient(a, bt, out, *scales, add=add)
@@ -187,8 +184,6 @@ def test_two_streams_at_the_same_time():
 def test_wrong_operands_are_refused():
     a, bt, *scales = whole((128, 256, 128))
     out = torch.empty(256, 128, device=DEVICE)
-    from gpt2_fp8.kernels.weight_gradient import weight_gradient
-
     for wrong in (
         (a[:96], bt[:, :96].contiguous(), out),
         (a, bt[:, :64].contiguous(), out),

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.kernels.formats import LOGITS_EXPONENT
+from gpt2_fp8.kernels.product import fits
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import causal_attention
 from tests.config.conf_files import merged
 from tests.gpu.common import VOCAB, hopper, scaling
-from tests.gpu.test_cast import DEVICE, to_fp8, use
+from tests.gpu.kernels import DEVICE, to_fp8, use
 
 pytestmark = [pytest.mark.fp8, hopper]
 
@@ -88,10 +90,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
-
         (x8, w8), dtype = ctx.saved_tensors, torch.float8_e5m2
-        factor = GRADIENT_SCALE[dtype] * ctx.divisor
+        factor = 2.0**LOGITS_EXPONENT * ctx.divisor
         g8 = to_fp8(g, factor, dtype).double() / factor
         return g8 @ w8, g8.t() @ x8, None, None
 
@@ -159,7 +159,6 @@ def assert_rounds_as_fp8_does(name, ours, rounds, exact):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_block(model, implementation):
-    from gpt2_fp8.kernels.product_gelu import fits
     from gpt2_fp8.layers.fused import Block
 
     config, scales = config_of(model), Scales(scaling())

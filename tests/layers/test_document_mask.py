@@ -11,7 +11,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.fp8.base import twin_of
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.layers import sdpa
-from gpt2_fp8.layers.document_mask import within_documents
+from gpt2_fp8.layers.sdpa import within_documents
 from gpt2_fp8.model.generate import generate
 from gpt2_fp8.model.gpt2 import initialise
 from tests.data.token_files_made import llm_c, nano, some_ids

@@ -10,8 +10,7 @@ from gpt2_fp8.fp8.scaling import calibrate
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
-from gpt2_fp8.layers.emulated import Emulated
-from gpt2_fp8.layers.emulated_product import Emulation, Product
+from gpt2_fp8.layers.emulated import Emulated, Emulation, Product
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, uncast
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split

@@ -105,7 +105,7 @@ def layer_norm_backward(dy, x, statistics, weight, residual, slot):
 @pytest.fixture(params=["GELU in the GEMMs", "GELU between them"])
 def fused(request, monkeypatch):
     with families():
-        from gpt2_fp8.layers import fp8_gelu
+        from gpt2_fp8.layers import fp8_linear
         from gpt2_fp8.layers import fused as module
 
         fits = request.param == "GELU in the GEMMs"
@@ -118,7 +118,7 @@ def fused(request, monkeypatch):
             "gelu_backward_cast": gelu_backward_cast,
             "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
         }.items():
-            monkeypatch.setattr(fp8_gelu, name, replacement)
+            monkeypatch.setattr(fp8_linear, name, replacement)
         for name, replacement in {
             "FP8Linear": Linear,
             "layer_norm_cast": layer_norm_cast,
@@ -193,3 +193,84 @@ def test_a_second_backward_is_refused(fused):
     y.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="one backward only"):
         y.backward()
+
+
+# The gradient that was cast for the block below counts only for what that one is really given.
+
+
+@pytest.fixture(scope="module")
+def real():
+    with families():
+        from gpt2_fp8.layers import fused as module
+
+        yield module
+
+
+class Gradient(NamedTuple):
+    """As far as it matters here."""
+
+    dx: torch.Tensor
+
+
+class Above(torch.autograd.Function):
+    """What a block's backward does: it keeps what it returns, by its rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, upstream):
+        dx = upstream.reshape(-1, upstream.shape[-1]) * 2
+        Above.kept = Above.module.Received(Gradient(dx))
+        return dx.view(ctx.shape)
+
+
+def handed_on(module, use=lambda x: Above.apply(x).sum(), hook=None):
+    """Whether the block below takes the cast for that of its own output's gradient."""
+    seen, Above.module = [], module
+
+    class Below(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, upstream):
+            seen.append(Above.kept.is_of(upstream.reshape(-1, upstream.shape[-1]).contiguous()))
+            return upstream
+
+    out = Below.apply(torch.ones(2, 3, 4, requires_grad=True))
+    if hook is not None:
+        out.register_hook(hook)
+    use(out).backward()
+    return seen
+
+
+def in_place(gradient):
+    """A hook that says nothing of what it does."""
+    gradient.mul_(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"use": lambda x: Above.apply(x).sum() + x.sum()}, False),
+        ({"use": lambda x: x.sum() + Above.apply(x).sum()}, False),
+        ({"hook": lambda gradient: gradient * 5}, False),
+        ({"hook": in_place}, False),
+    ],
+    ids=["as it is", "a second use", "a use before", "a hook", "a hook in place"],
+)
+def test_whose_gradient_it_is(real, options, expected):
+    assert handed_on(real, **options) == [expected]
+
+
+def test_part_of_it_is_another(real):
+    dx = torch.ones(6, 4)
+    received = real.Received(Gradient(dx))
+    assert received.is_of(dx.view(2, 3, 4).reshape(6, 4))
+    assert not received.is_of(dx[:3])
+    assert not received.is_of(dx.view(3, 8))

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpt2_fp8.config.block_spec import Bands, RoPE, block_spec
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
-from gpt2_fp8.layers.rotary import angles
+from gpt2_fp8.layers.reference import angles
 from gpt2_fp8.model.flops import flops_per_token, parameter_count
 from gpt2_fp8.model.generate import generate
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary

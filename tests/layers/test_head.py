@@ -12,11 +12,11 @@ ON_HOPPER = (9, 0), None
 
 
 @pytest.fixture(scope="module")
-def head_chunks():
+def head():
     with families():
-        from gpt2_fp8.layers import head_chunks
+        from gpt2_fp8.layers import head
 
-        yield head_chunks
+        yield head
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,11 @@ def head_chunks():
         ([16384], 768, ((9, 0), "cuda-core is not installed"), False),
     ],
 )
-def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(
-    monkeypatch, head_chunks, chunks, width, device, expected
-):
+def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(monkeypatch, head, chunks, width, device, expected):
     capability, missing = device
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(nvrtc, "missing", lambda: missing)
     empty = lambda rows: torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="meta")  # noqa: E731
-    head = SimpleNamespace(linear=SimpleNamespace(w8=empty(50304)))
-    given = [head_chunks.Chunk(head, empty(rows), None, 50257, slice(0, rows)) for rows in chunks]
-    assert head_chunks.has_probabilities(given) is expected
+    of = SimpleNamespace(linear=SimpleNamespace(w8=empty(50304)))
+    given = [head.Chunk(of, empty(rows), None, 50257, slice(0, rows)) for rows in chunks]
+    assert head.fit_without_logits(given) is expected

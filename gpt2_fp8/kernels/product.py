@@ -1,0 +1,112 @@
+"""FP8 GEMMs with an epilogue, in CUDA C++: which shapes have one, and how its kernel is called.
+
+The result of a GEMM passes through more arithmetic while it is still in registers (`product_gelu`, `softmax_cast`,
+`probabilities`). A separate kernel would write and read the result once more. Here a block keeps a slab of the second
+operand in shared memory, so the inner dimension must be short. Sums stay in the tensor cores, as with
+`fast_accumulate` of `kernels.gemm`.
+
+It needs no Triton, so a run can report which kernels it will use.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.nvrtc import SHARED_BYTES
+
+ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; LINE: bytes copied together; as in `cuda/product.cuh`
+WARPGROUPS = 3  # that multiply, and hide each other's epilogues
+FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than two kernels
+
+# A head without logits (`probabilities`)
+STAGED = ROWS * COLUMNS  # bytes of a tile whose transpose waits in shared memory, for each warp group
+FEWEST_STAGED = 3  # stages; with three it is as fast as a head with logits with four
+FEWEST_ROWS = 16384  # of a micro-batch; in smaller ones the rows' references cost more than the logits
+
+
+class Operands(NamedTuple):
+    """The operands of a b^T: a [M, K] and b [N, K], both FP8, with their inverse scales (float32, one element each)."""
+
+    a: Tensor
+    b: Tensor
+    a_scale_inv: Tensor
+    b_scale_inv: Tensor
+
+
+class Shape(NamedTuple):
+    """How a GEMM's kernel uses a multiprocessor for one inner dimension."""
+
+    stages: int  # lines of a tile that are loaded or being loaded, for each warp group
+    shared_bytes: int
+
+
+@cache
+def shape_of(k: int, staged: int = 0) -> Shape:
+    """Return a shape with as many stages as there is room for, beside `staged` bytes for each warp group's results."""
+    stage, rest = ROWS * LINE + 16, COLUMNS * k + WARPGROUPS * staged  # 16: two barriers
+    stages = min((SHARED_BYTES - 1024 - rest) // WARPGROUPS // stage, MOST_STAGES)
+    return Shape(stages, rest + WARPGROUPS * stages * stage)
+
+
+@cache
+def why_no_product(m: int, n: int, k: int, staged: int = 0) -> str | None:
+    """Return why a GEMM [m, k] times [n, k]^T has no kernel with an epilogue; None if it has one.
+
+    The kernel takes whole tiles, and keeps a slab of its second operand in shared memory. `kernels.weight_gradient`
+    takes the gradients of these GEMMs' weights, whatever fits here. `staged`: as in `shape_of`.
+    """
+    for size, part, name in ((m, ROWS, "rows"), (n, COLUMNS, "columns"), (k, LINE, "channels")):
+        if size % part:
+            return f"{size:,} {name} are no multiple of {part}"
+    if shape_of(k, staged).stages < (FEWEST_STAGED if staged else FEWEST_STAGES):
+        return f"{k:,} channels leave too little shared memory"
+    return None
+
+
+def why_logits(rows: int, n: int, k: int) -> str | None:
+    """Return why the logits [rows, n] of k channels are stored in training; None if they are never in memory."""
+    if rows < FEWEST_ROWS:
+        return f"fewer than {FEWEST_ROWS:,} rows"
+    return why_no_product(rows, n, k, STAGED)
+
+
+def fits(a: Tensor, b: Tensor, staged: int = 0) -> bool:
+    """Return whether these kernels can compute a b^T: see `why_no_product`."""
+    (m, k), n = a.shape, b.shape[0]
+    if why_no_product(m, n, k, staged):
+        return False
+    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
+
+
+def tensor_map(a: Tensor) -> Any:
+    """Describe one line of a tile of a [M, K] to the copy engine.
+
+    16 rows come as two times eight, the even ones first. So the two rows of a thread are neighbours
+    (`cuda/product.cuh`).
+    """
+    m, k = a.shape
+    rows = a.view(torch.uint8).view(m // 16, 8, 2, k).transpose(1, 2)
+    return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
+
+
+def product_kernel(
+    name: str, operands: Operands, e4m3: bool = True, staged: int = 0, **constants: int
+) -> tuple[nvrtc.Kernel, int]:
+    """Return the kernel of a GEMM with an epilogue and its number of blocks. `e4m3`: the format of an FP8 result.
+
+    `staged`: bytes of shared memory that each warp group needs for its results. `constants`: the kernel's own.
+    """
+    a, b, *scales = operands
+    (m, k), n = a.shape, b.shape[0]
+    assert b.shape[1] == k, (a.shape, b.shape)
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, b)), "whole lines at multiples of 16 bytes"
+    assert all(t.dtype == torch.float32 and t.numel() == 1 for t in scales)
+    shape = shape_of(k, staged)
+    given = {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2, **constants}
+    kernel = nvrtc.kernel(name, given, a.device, 128 * (WARPGROUPS + 1), shape.shared_bytes)
+    return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
