@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     asked, words = parser.split(argv)
     loop = Loop(parser.composed(words))
     plan = loop.plan
-    print(f"{loop.config.model.name}: {plan.backend.label}, {plan.ran} {plan.recipe or ''}{plan.reason or ''}")
+    print(f"{loop.config.model.name}: {plan.label}, {plan.ran} {plan.recipe or ''}{plan.reason or ''}")
     loop.rates(asked.warmup)
     rates: list[float] = []
     if plan.device == "cuda" and shutil.which("nvidia-smi"):

@@ -16,7 +16,7 @@ def not_finite(step, number):
 
 def jumped(step, number):
     if number == 3:
-        for _, layer in state.scaling_states(step.model):
+        for layer in state.scaling_states(step.model):
             layer.amax_history[0] = 1e30  # this step's own
 
 

@@ -31,7 +31,7 @@ class Evaluation:
         ids: [sequences, n_positions + 1]. The model must be in evaluation mode.
         """
         self._settle()
-        if not self._gradients.plan.backend.evaluates_in_bf16:
+        if not self._gradients.plan.evaluates_in_bf16:
             self._attempts.find_scales(ids)
         with self._gradients.scaling.unchanged():
             return self._batching.evaluate(ids)

@@ -51,7 +51,7 @@ class Gradients:
         self._backward, self._no_sync = backward, no_sync
         backend, own = plan.backend, self._own_loss
         self._loss_of: LossOf = own
-        if backend.recorded:
+        if plan.recorded:
             self._loss_of = recorded(own)
         elif backend.compiled:
             self._loss_of = compiled(own, backend.compile_options)
@@ -79,7 +79,7 @@ class Gradients:
         self._remember()
         with self._no_sync():
             if not self.plan.backend.graphs:
-                if self.plan.backend.recorded:
+                if self.plan.recorded:
                     prepared(self.parameters)
                 return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
             # no `signals.look` here: a recording must not stop half-way, and replays are short
@@ -93,7 +93,7 @@ class Gradients:
         `many`: such steps follow each other. They are compiled, if `compile` allows; a single one is not worth it.
         """
         self._undo = _nothing
-        loss_of = self._many_in_bf16() if many and self.plan.backend.compiles_plain else self._bf16_loss
+        loss_of = self._many_in_bf16() if many and self.plan.compiles_twin else self._bf16_loss
         with self._no_sync():
             return accumulate(ids, micro_batch_size, loss_of, self._forward_in_bf16, self._go_back)
 
@@ -120,16 +120,16 @@ class Gradients:
         No gradients are computed. With `precision.evaluation=bf16` no FP8 scale is needed.
         """
         signals.look()
-        loss_of = self._bf16_loss if self.plan.backend.evaluates_in_bf16 else self.loss
+        loss_of = self._bf16_loss if self.plan.evaluates_in_bf16 else self.loss
         with self.evaluation():
             return loss_of(ids, None, 1.0)
 
     @contextmanager
     def evaluation(self) -> Iterator[GPT2]:
         """Enter the precision of forwards outside of training, without gradients, and return the model for them."""
-        backend = self.plan.backend
-        in_bf16 = backend.evaluates_in_bf16
-        with torch.no_grad(), backend.bf16_context() if in_bf16 else self._forward_context():
+        in_bf16 = self.plan.evaluates_in_bf16
+        bf16 = partial(self.plan.backend.forward_context, fp8=False)
+        with torch.no_grad(), bf16() if in_bf16 else self._forward_context():
             yield self._in_bf16() if in_bf16 else self.model
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
@@ -185,7 +185,7 @@ class Gradients:
     @contextmanager
     def _forward_in_bf16(self) -> Iterator[None]:
         signals.look()
-        with self.plan.backend.bf16_context():
+        with self.plan.backend.forward_context(fp8=False):
             yield
 
     def _go_back(self, loss: Tensor) -> None:

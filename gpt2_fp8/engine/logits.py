@@ -21,7 +21,7 @@ def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     tokens, n_positions = ids.shape[1], step.config.model.n_positions
     if tokens > n_positions:
         raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
-    in_fp8 = step.plan.fp8 and not step.plan.backend.evaluates_in_bf16
+    in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
     with step.evaluation.forwards() as model:
         if in_fp8 and not step.scaling.ready:
             raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")

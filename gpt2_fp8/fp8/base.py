@@ -1,4 +1,9 @@
-"""The interface of every backend. Everything that differs between two ways to compute a model is behind this class."""
+"""The interface of every backend. Everything that differs between two ways to compute a model is behind this class.
+
+What a plan (`fp8.resolve`) and the training step ask of a backend: name, config, recipe, compiled, compile_options,
+graphs, why_not, why_not_attention, kernels, build, loss, bf16_model, bf16_loss, scaling and forward_context. The rest
+is between `Backend` and its subclasses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config import mixture, run_length, tokenizer_file
+from gpt2_fp8.config import mixture, tokenizer_file
+from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import (
@@ -22,7 +28,6 @@ from gpt2_fp8.config.schema import (
     RunConfig,
     StatelessRecipe,
 )
-from gpt2_fp8.fp8.fp8_tensors import FP8Tensor, fp8_tensors
 from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.layers import Family, reference, sdpa
 from gpt2_fp8.layers.block import Composed
@@ -41,24 +46,19 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
-        recorded: whether `torch.compile` records CUDA graphs of it.
         graphs: whether this run's micro-batches are recorded and replayed.
-        records_graphs: whether it can record micro-batches as CUDA graphs.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
-        bf16_layers: what computes `bf16_loss`, for people.
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
             None if nothing is scaled.
     """
 
     name: ClassVar[str]
-    records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
-    bf16_layers: ClassVar[str] = "plain torch"
     compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
-        self.compiled = self.graphs = self.recorded = False
+        self.compiled = self.graphs = False
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
     def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
@@ -81,44 +81,10 @@ class Backend(ABC):
         `micro_batch`: sequences of a forward in training; None: those of the settings.
         """
 
-    def evaluation_kernels(self, vocab_size: int) -> dict[str, str]:
-        """Describe, as `kernels` does, what computes a validation."""
-        return {"layers": f"{self.bf16_layers}, in bf16"} if self.evaluates_in_bf16 else self.kernels(vocab_size)
-
-    def head_factor(self, rows: int, columns: int) -> float | None:
-        """Return what multiplies the logits' gradient before it is cast to FP8, the loss's divisor left out.
-
-        None: its scale comes from the recipe, as every other tensor's. Where rows have factors of their own, it is that
-        of a row whose reference is exact, and others have a larger one. `rows`: of a micro-batch; `columns`: of its
-        logits, with padding.
-        """
-        return None
-
-    @property
-    def label(self) -> str:
-        """The word for these layers in a table of measurements."""
-        return self.name
-
     @property
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
         return self.ran.startswith("fp8")
-
-    @property
-    def evaluates_in_bf16(self) -> bool:
-        """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
-        precision = self.config.precision
-        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
-
-    @property
-    def bf16_last_steps(self) -> int:
-        """How many steps at the end of an FP8 run compute in bf16 (`precision.bf16_last_steps`)."""
-        return run_length.bf16_last_steps(self.config) if self.fp8 else 0
-
-    @property
-    def compiles_plain(self) -> bool:
-        """Whether plain-torch layers run under `torch.compile`: its own, or of its twin for many steps (`compile`)."""
-        return self.device == "cuda" if self.config.compile == "auto" else self.config.compile
 
     @property
     def keep_bf16(self) -> list[str]:
@@ -131,10 +97,15 @@ class Backend(ABC):
         return self.config.activation_checkpointing
 
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
-        """Return why these layers cannot take a kernel of attention on this machine; None if they can.
+        """Return why these layers cannot take a kernel of attention on this machine; None if they can."""
+        if kernel in ON_A_GPU and self.device != "cuda":
+            return "its kernels are a GPU's, and this run is on the CPU"
+        if kernel in ON_A_GPU and self.ran == "fp32":
+            return "its kernels take bfloat16, and this run is in fp32"
+        return None if kernel == "auto" else self.why_no_kernel(kernel)
 
-        "auto" is not asked about. Here: what torch says of its own kernels.
-        """
+    def why_no_kernel(self, kernel: AttentionKernel) -> str | None:
+        """Return why these layers have not got a kernel that is asked for; here what torch says of its own."""
         if kernel == "te":
             return "these layers have only torch's kernels"
         return sdpa.why_not(kernel, *self.attention_shape) if kernel in sdpa.HELD else None
@@ -176,7 +147,7 @@ class Backend(ABC):
     @property
     def twin_kernel(self) -> AttentionKernel:
         """What computes attention in a twin of plain-torch layers: `kernel`, unless these layers alone have it."""
-        return "auto" if Backend.why_not_attention(self, self.kernel) else self.kernel
+        return "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel
 
     def loss(
         self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
@@ -184,14 +155,14 @@ class Backend(ABC):
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
         With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside
-        `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
+        `forward_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
         and `torch.compile` makes one graph instead of three.
         """
         is_first_microbatch = is_first_microbatch if self.fp8 else None
         return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty, targets)
 
     def bf16_model(self, model: GPT2) -> GPT2:
-        """Return what computes in bf16 with the parameters of `model`, of an FP8 run, inside `bf16_context`.
+        """Return what computes in bf16 with the parameters of `model`, of an FP8 run, without FP8.
 
         It is a twin of plain-torch layers: those of the run have no bf16.
         """
@@ -200,7 +171,7 @@ class Backend(ABC):
     def bf16_loss(
         self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False, targets: Tensor | None = None
     ) -> Tensor:
-        """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`.
+        """Compute `loss` with a model of `bf16_model`. Call it inside `forward_context(fp8=False)`.
 
         `compiled`: `torch.compile` compiles it. Then it has the kernels of a run in bf16, whose loss is not fused.
         """
@@ -213,9 +184,9 @@ class Backend(ABC):
         return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Enter the precision of one forward. The backward runs outside this context."""
-        with self.bf16_context(), self.fp8_region():
+    def forward_context(self, fp8: bool = True) -> Iterator[None]:
+        """Enter the precision of one forward; `fp8=False`: bfloat16's alone. The backward runs outside this context."""
+        with self.bf16_context(), self.fp8_region() if fp8 else nullcontext():
             yield
 
     def bf16_context(self) -> AbstractContextManager:
@@ -226,17 +197,10 @@ class Backend(ABC):
         """Enter the region in which layers compute in FP8."""
         return nullcontext()
 
-    def fp8_tensors(self) -> list[FP8Tensor]:
-        """List the tensors that its layers cast to FP8, layer after layer; none without FP8."""
-        precision = self.config.precision
-        if not self.fp8:
-            return []
-        assert isinstance(precision, FP8PrecisionConfig)
-        return fp8_tensors(precision, self.config.model.n_layer)
 
-    def slower(self) -> list[str]:
-        """List what is missing or broken on this machine, so that slower kernels do its work."""
-        return []
+def compiles_plain(config: RunConfig, device: Device) -> bool:
+    """Return whether plain-torch layers run under `torch.compile` (`compile`)."""
+    return device == "cuda" if config.compile == "auto" else config.compile
 
 
 def twin_of(model: GPT2, recompute: Recompute = "none", kernel: AttentionKernel = "auto") -> GPT2:

@@ -47,14 +47,14 @@ class FP8Tensor:
 
 
 def fp8_tensors(precision: FP8PrecisionConfig, n_layer: int) -> list[FP8Tensor]:
-    """List the FP8 tensors of a model of `n_layer` blocks, layer after layer.
+    """List the FP8 tensors of a model of `n_layer` blocks, layer after layer. An emulated head is in bf16.
 
     A backward in bf16 has no FP8 gradient; under bf16_wgrad the other product of the backward still has.
     """
     in_bf16 = kept(precision.keep_bf16, n_layer)
     forward, gradient = formats(precision)
     layers = [(f"blocks.{i}.{part}", gradient) for i in range(n_layer) for part in PARTS if part in in_bf16.in_fp8(i)]
-    if not in_bf16.head:
+    if not in_bf16.head and precision.backend != "emulated":
         layers.append((HEAD, HEAD_GRADIENT))
     return [
         FP8Tensor(layer, kind, back if kind == "gradient" else forward)

@@ -13,7 +13,6 @@ from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
 from gpt2_fp8.kernels import nvrtc, product
-from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
 from gpt2_fp8.layers import Family, attention
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
@@ -25,7 +24,6 @@ class Fused(Backend):
     """Blocks and head in FP8, fused across the borders of layers (`layers/fused.py`)."""
 
     name = "fused"
-    records_graphs = True
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
@@ -51,16 +49,11 @@ class Fused(Backend):
         return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
 
     @override
-    def head_factor(self, rows: int, columns: int) -> float:
-        has_logits = nvrtc.missing() is not None or product.why_logits(rows, columns, self.config.model.n_embd)
-        return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
-
-    @override
-    def why_not_attention(self, kernel: AttentionKernel) -> str | None:
+    def why_no_kernel(self, kernel: AttentionKernel) -> str | None:
         if kernel == "flash":
             heads, tokens, _ = self.attention_shape
             return attention.why_not_flash(heads, tokens)
-        return why_no_transformer_engine() if kernel == "te" else super().why_not_attention(kernel)
+        return why_no_transformer_engine() if kernel == "te" else super().why_no_kernel(kernel)
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
@@ -86,8 +79,8 @@ class Fused(Backend):
         why_not = attention.why_not_flash(heads)
         return attention.kernels(heads) + (f" ({why_not})" if why_not else "")
 
-    @override
     def slower(self) -> list[str]:
+        """List what is missing or broken on this machine, so that slower kernels do its work."""
         flash = attention.why_no_flash()
         return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
 

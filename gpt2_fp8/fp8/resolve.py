@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AttentionKernel, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.fp8.base import Backend, Device, Ran
-from gpt2_fp8.fp8.emulated import Emulated
+from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
 from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Emulated, Reference, Torchao
 from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
-from gpt2_fp8.fp8.torchao import Torchao
 from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 
 NEAREST: tuple[AttentionKernel, ...] = ("flash", "cudnn", "te", "sdpa")  # the fastest first
@@ -41,7 +38,41 @@ class Plan:
     @property
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
-        return self.backend.fp8
+        return self.ran.startswith("fp8")
+
+    @property
+    def evaluates_in_bf16(self) -> bool:
+        """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
+        precision = self.backend.config.precision
+        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
+
+    @property
+    def recorded(self) -> bool:
+        """Whether `torch.compile` records CUDA graphs of the loss."""
+        return isinstance(self.backend, Reference) and self.backend.recorded
+
+    @property
+    def compiles_twin(self) -> bool:
+        """Whether many bf16 steps of an FP8 run are compiled. Transformer Engine's layers compute them themselves."""
+        return not isinstance(self.backend, TransformerEngine) and compiles_plain(self.backend.config, self.device)
+
+    @property
+    def label(self) -> str:
+        """The word for these layers in a table of measurements."""
+        if not isinstance(self.backend, Reference):
+            return self.backend.name
+        return ("recorded" if self.recorded else "compiled") if self.backend.compiled else "plain"
+
+    def evaluation_kernels(self, vocab_size: int) -> dict[str, str]:
+        """Describe, as `Backend.kernels` does, what computes a validation."""
+        if not self.evaluates_in_bf16:
+            return self.backend.kernels(vocab_size)
+        layers = "Transformer Engine's" if isinstance(self.backend, TransformerEngine) else "plain torch"
+        return {"layers": f"{layers}, in bf16"}
+
+    def slower(self) -> list[str]:
+        """List what is missing or broken on this machine, so that slower kernels do its work."""
+        return self.backend.slower() if isinstance(self.backend, Fused) else []
 
     @property
     def recipe(self) -> str | None:
@@ -54,7 +85,7 @@ class Plan:
 
     @property
     def _computes(self) -> tuple[object, ...]:
-        return type(self.backend), self.ran, self.recipe, self.device, self.backend.evaluates_in_bf16
+        return type(self.backend), self.ran, self.recipe, self.device, self.evaluates_in_bf16
 
 
 def resolve(config: RunConfig, device: Device) -> Plan:
@@ -66,7 +97,7 @@ def resolve(config: RunConfig, device: Device) -> Plan:
     """
     plan = _resolve(config, device)
     check_attention(plan.backend)
-    if config.compile_mode != "default" and not plan.backend.recorded:
+    if config.compile_mode != "default" and not plan.recorded:
         cause = f"compile_mode={config.compile_mode} records CUDA graphs, and this run is on the CPU"
         raise UserError.of(cause, "compile_mode=default")
     return plan
@@ -101,7 +132,7 @@ def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
     if not plan.fp8:
         return plan
     backend = Reference(config, "bf16", plan.device)
-    if why_not_attention(backend, config.attention):
+    if backend.why_not_attention(config.attention):
         backend = Reference(_freely(config), "bf16", plan.device)
     return replace(plan, ran="bf16", reason=reason, backend=backend, fell_back=True)
 
@@ -154,7 +185,7 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
         raise UserError.of(cause, "leave precision.fast_accumulation out")
     found = _fastest(config) if asked == "auto" else _asked(config, asked)
-    if config.cuda_graphs is True and not found.records_graphs:
+    if config.cuda_graphs is True and found is not Fused:
         cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     return found
@@ -195,16 +226,7 @@ def _asked(config: RunConfig, name: str) -> type[Backend]:
 def check_attention(backend: Backend) -> None:
     """Raise UserError if the backend's layers cannot take `attention`. It allocates at most one sequence's heads."""
     kernel = backend.config.attention
-    if (reason := why_not_attention(backend, kernel)) is None:
+    if (reason := backend.why_not_attention(kernel)) is None:
         return
-    nearest = next(other for other in NEAREST if other != kernel and why_not_attention(backend, other) is None)
+    nearest = next(other for other in NEAREST if other != kernel and backend.why_not_attention(other) is None)
     raise UserError.of(f"attention={kernel} cannot run here: {reason}", f"attention={nearest}, or leave attention out")
-
-
-def why_not_attention(backend: Backend, kernel: AttentionKernel) -> str | None:
-    """Return why a backend's layers cannot take a kernel; None if they can."""
-    if kernel in ON_A_GPU and backend.device != "cuda":
-        return "its kernels are a GPU's, and this run is on the CPU"
-    if kernel in ON_A_GPU and backend.ran == "fp32":
-        return "its kernels take bfloat16, and this run is in fp32"
-    return None if kernel == "auto" else backend.why_not_attention(kernel)

@@ -1,7 +1,6 @@
 """The owner of a model's FP8 scales: it finds the first ones, undoes them with a step, and saves them.
 
-Only delayed scaling keeps scales between steps. `fp8.state` says where they are kept, `calibrate` how
-the first are found, `fp8.magnitudes` what an absurd amax may do.
+Only delayed scaling keeps scales between steps. `fp8.state` says where they are kept, and what an absurd amax may do.
 """
 
 from __future__ import annotations
@@ -17,38 +16,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
-from gpt2_fp8.fp8 import magnitudes, state
+from gpt2_fp8.fp8 import state
 from gpt2_fp8.runtime import collectives
 
 PASSES = 2
-
-
-def calibrate(
-    model: nn.Module,
-    loss_of: Callable[[Tensor], Tensor],
-    ids: Tensor,
-    autocast: Callable[[], AbstractContextManager],
-    share: float = 1.0,
-) -> None:
-    """Set every scale of `model` from one micro-batch.
-
-    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. `share`: the micro-batch's part of
-    a step's sequences; training will multiply its loss by it. Gradients are None afterwards, and the random number
-    generators are as before. Under a stateless recipe nothing lasting happens. Each rank calibrates with its own text;
-    ranks agree afterwards (`state.agree`).
-    """
-    factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
-    devices = [ids.device] if ids.is_cuda else []
-    state.reset(model)  # a calibration that ran out of memory may have left other scales
-    with torch.random.fork_rng(devices=devices):
-        for _ in range(PASSES):
-            state.clear_histories(model)
-            with autocast():
-                loss = loss_of(ids)
-            (loss * factor).backward()
-            model.zero_grad(set_to_none=True)
-            state.update_scales(model)
-    state.divide_gradient_amaxes(model, factor / share)
 
 
 log = logging.getLogger(__name__)
@@ -94,7 +65,7 @@ class Scaling:
     def absurd(self, micro_batches: int) -> Tensor | None:
         """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
 
-        Returns float32 on the device; None without stored scales. See `fp8.magnitudes`.
+        Returns float32 on the device; None without stored scales. See `fp8.state.absurd`.
         """
         return None
 
@@ -190,11 +161,11 @@ class FP8Scaling(Scaling):
 
     @override
     def absurd(self, micro_batches: int) -> Tensor | None:
-        return magnitudes.absurd(self.model, micro_batches)
+        return state.absurd(self.model, micro_batches)
 
     @override
     def limit(self, micro_batches: int) -> None:
-        magnitudes.limit(self.model, micro_batches)
+        state.limit(self.model, micro_batches)
 
     @override
     def unchanged(self) -> AbstractContextManager:
@@ -211,3 +182,31 @@ class FP8Scaling(Scaling):
     @override
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._saved = dict(saved)
+
+
+def calibrate(
+    model: nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    autocast: Callable[[], AbstractContextManager],
+    share: float = 1.0,
+) -> None:
+    """Set every scale of `model` from one micro-batch.
+
+    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. `share`: the micro-batch's part of
+    a step's sequences; training will multiply its loss by it. Gradients are None afterwards, and the random number
+    generators are as before. Under a stateless recipe nothing lasting happens. Each rank calibrates with its own text;
+    ranks agree afterwards (`state.agree`).
+    """
+    factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
+    devices = [ids.device] if ids.is_cuda else []
+    state.reset(model)  # a calibration that ran out of memory may have left other scales
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(PASSES):
+            state.clear_histories(model)
+            with autocast():
+                loss = loss_of(ids)
+            (loss * factor).backward()
+            model.zero_grad(set_to_none=True)
+            state.update_scales(model)
+    state.divide_gradient_amaxes(model, factor / share)

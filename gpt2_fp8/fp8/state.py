@@ -1,22 +1,26 @@
-"""The state of delayed scaling as plain tensors: the scales and amax histories of every FP8 layer.
+"""The state of delayed scaling: the scales and amax histories of every FP8 layer, and what is done to all of them.
 
-Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]` and allocates it in the first FP8
-forward: `scale` [n] and `amax_history` [length, n], float32. The n tensors are input, weight and output of each GEMM
-forward, and its two gradients backward. Row 0 of the history is being filled; the last row is the newest finished one.
+The fused and the emulated layers keep one for the whole model under `scales` (`layers.delayed_scaling`). It is updated
+once a step, at its first forward. Stateless recipes have none, so the functions here do nothing for them.
 
-The fused layers keep one such state for the whole model under `scales` (`layers.delayed_scaling`; newest row first).
-Stateless recipes have no state, so the functions here do nothing for them.
+Transformer Engine keeps one a layer and direction and allocates it in the first FP8 forward. The tensors are input,
+weight and output of each GEMM forward, and its two gradients backward. TE (2.20) updates its state twice in each
+micro-batch, and each time moves the history on by a row. At the end of the forward, which ends its region, it uses the
+amaxes of activations and weights. At the end of the backward, in the first layer, it uses those of gradients. So
+nothing is pending at the end of a step.
 
-Transformer Engine (2.20) updates its state twice in each micro-batch, and each time moves the history on by a row. At
-the end of the forward, which ends its region, it uses the amaxes of activations and weights. At the end of the
-backward, in the first layer, it uses those of gradients. So nothing is pending at the end of a step. The fused layers
-update theirs once a step, at its first forward.
+**Outliers.** FP8 conversion saturates, so a flipped bit or one activation of 1e30 leaves a finite loss. But its amax
+would decide the scale for the whole length of the history, and a tensor quantized with that scale is all zeros. So an
+amax counts for at most `JUMP` times the second largest of its history. A real change comes again and then counts in
+full (up to `JUMP` times more each step). The host learns of it with the step's verdict and acts only then (`limit`): a
+run in which nothing jumps keeps every bit. In a history of one step, an accident lasts one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,27 +28,91 @@ from torch import Tensor, nn
 
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.torch_private import copy_all
-from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
 from gpt2_fp8.runtime import collectives
 
-DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the last part of a state's name
+JUMP = 2.0**10
 _LARGEST = 2.0**100  # the largest scale or amax that a real tensor reaches
 
 
-def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (layer.direction, TE's state object) of every layer that has run under delayed scaling."""
+@dataclass(frozen=True)
+class ScalingState:
+    """The scales of some FP8 tensors of one direction, and their amaxes of past steps, the newest first.
+
+    Attributes:
+        name: of its owner and direction, in checkpoints: blocks.0.qkv.scaling_fwd.
+        scale: float32 [tensors].
+        amax_history: float32 [steps, tensors].
+    """
+
+    name: str
+    scale: Tensor
+    amax_history: Tensor
+
+    def rows_of_step(self, micro_batches: int) -> slice:
+        """Return the rows of the history that a step of `micro_batches` has just filled."""
+        return slice(0, 1)
+
+    def newest_first(self, history: Tensor) -> Tensor:
+        """Return the finished rows of a history of this kind, the newest first."""
+        return history
+
+    def rescale(self, changed: Tensor) -> None:
+        """Take the scales of `changed` tensors from their history again, if they have followed it already."""
+
+
+@dataclass(frozen=True)
+class TEState(ScalingState):
+    """That of a layer of Transformer Engine's: row 0 of the history is being filled, the last row is the newest."""
+
+    recipe: Any
+
+    def rows_of_step(self, micro_batches: int) -> slice:
+        """See `ScalingState`."""
+        return slice(-micro_batches, None)
+
+    def newest_first(self, history: Tensor) -> Tensor:
+        """See `ScalingState`."""
+        return history[1:].flip(0) if len(history) > 1 else history
+
+    def rescale(self, changed: Tensor) -> None:
+        """See `ScalingState`. The formula is in `DelayedScaling`'s docstring."""
+        recipe, history, limits = self.recipe, self.amax_history, self.recipe.fp8_format.value
+        amax = history[-1] if recipe.amax_compute_algo == "most_recent" else history.amax(0)
+        largest = limits.max_fwd if self.name.endswith(FORWARD) else limits.max_bwd
+        fresh = torch.where(amax > 0, largest / amax / 2.0**recipe.margin, self.scale)
+        self.scale.copy_(torch.where(changed, fresh, self.scale))
+
+
+def states_of(module: nn.Module, name: str = "") -> dict[str, ScalingState]:
+    """Return the states that a module itself keeps, by direction; {} before its first FP8 forward, or if it has none.
+
+    `name`: the module's. Ask each time: Transformer Engine may have put another state in the place of one.
+    """
+    if isinstance(module, Scales):
+        names = {"forward": FORWARD, "gradient": BACKWARD}
+        return {names[way]: ScalingState(f"{name}.{names[way]}", *parts) for way, parts in module.views().items()}
+    found = {way: transformer_engine.scaling_state(module, way) for way in (FORWARD, BACKWARD)}
+    return {
+        way: TEState(f"{name}.{way}", kept.scale, kept.amax_history, getattr(kept, "recipe", None))
+        for way, kept in found.items()
+        if kept is not None
+    }
+
+
+def scaling_states(model: nn.Module) -> Iterator[ScalingState]:
+    """Yield the states of every layer that has run under delayed scaling."""
     for name, module in model.named_modules():
-        for direction in DIRECTIONS:
-            if (state := transformer_engine.scaling_state(module, direction)) is not None:
-                yield f"{name}.{direction}", state
+        yield from states_of(module, name).values()
 
 
 def capture(model: nn.Module) -> dict[str, Tensor]:
     """Copy every scale and history to the CPU, by `layer.direction.kind`. Empty before the first FP8 forward."""
     tensors = {}
-    for name, state in scaling_states(model):
-        tensors[f"{name}.scale"] = state.scale.detach().cpu().clone()
-        tensors[f"{name}.amax_history"] = state.amax_history.detach().cpu().clone()
+    for state in scaling_states(model):
+        tensors[f"{state.name}.scale"] = state.scale.detach().cpu().clone()
+        tensors[f"{state.name}.amax_history"] = state.amax_history.detach().cpu().clone()
     return tensors
 
 
@@ -52,7 +120,7 @@ def why_not_usable(saved: dict[str, Tensor]) -> str | None:
     """Return why a captured state cannot quantize anything; None if it can.
 
     The reason is a scale or an amax that no tensor of a run has. An amax that is not finite is allowed: a run may have
-    saved it, and it is ignored (`magnitudes.limited`).
+    saved it, and it is ignored (`limited`).
     """
     for name, tensor in saved.items():
         values = tensor.double()
@@ -72,18 +140,17 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     their state here. Raises KeyError or ValueError for a state of other layers.
     """
     for name, module in model.named_modules():
-        key = f"{name}.scaling_fwd.scale"
-        if key in saved:
+        key = f"{name}.{FORWARD}.scale"
+        if key in saved and not isinstance(module, Scales):
             region = getattr(module, "fp8_region", nullcontext)()
             transformer_engine.allocate_scaling(module, saved[key].numel() // 3, region)
-    for name, state in scaling_states(model):
+    for state in scaling_states(model):
         for kind, own in (("scale", state.scale), ("amax_history", state.amax_history)):
-            given = saved[f"{name}.{kind}"]
+            given = saved[f"{state.name}.{kind}"]
             if (given.shape, given.dtype) != (own.shape, own.dtype):  # torch would broadcast or convert it
                 there = f"{given.dtype} {tuple(given.shape)}"
-                raise ValueError(
-                    f"the FP8 state {name}.{kind} is {there}, and belongs to {own.dtype} {tuple(own.shape)}"
-                )
+                belongs = f"{own.dtype} {tuple(own.shape)}"
+                raise ValueError(f"the FP8 state {state.name}.{kind} is {there}, and belongs to {belongs}")
             own.copy_(given)
 
 
@@ -96,7 +163,7 @@ def agree(model: nn.Module) -> None:
     Under Transformer Engine's layers, ranks' scales may differ from a step's second micro-batch on. Each rank takes
     them from its own text. The difference ends with the step, so rank 0's state in a checkpoint is that of all ranks.
     """
-    states = [state for _, state in scaling_states(model)] if collectives.is_distributed() else []
+    states = list(scaling_states(model)) if collectives.is_distributed() else []
     if not states:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]
@@ -112,14 +179,14 @@ def agree(model: nn.Module) -> None:
 
 def reset(model: nn.Module) -> None:
     """Set every scale to 1 and every amax to 0, in the layers that have a state."""
-    for _, state in scaling_states(model):
+    for state in scaling_states(model):
         state.scale.fill_(1.0)
         state.amax_history.zero_()
 
 
 def clear_histories(model: nn.Module) -> None:
     """Set every amax seen so far to 0; the scales stay."""
-    for _, state in scaling_states(model):
+    for state in scaling_states(model):
         state.amax_history.zero_()
 
 
@@ -135,8 +202,8 @@ def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
 
     This is exact for a power of two.
     """
-    for name, state in scaling_states(model):
-        if name.endswith("scaling_bwd"):
+    for state in scaling_states(model):
+        if state.name.endswith(BACKWARD):
             state.amax_history.div_(factor)
             state.scale.mul_(factor)
 
@@ -146,7 +213,7 @@ def unchanged(model: nn.Module) -> AbstractContextManager[None]:
 
     TE records amaxes in evaluation too, and they would enter the next training update.
     """
-    return _put_back([state.amax_history for _, state in scaling_states(model)])
+    return _put_back([state.amax_history for state in scaling_states(model)])
 
 
 def restored(model: nn.Module) -> AbstractContextManager[None]:
@@ -169,7 +236,7 @@ def kept(model: nn.Module) -> Callable[[], None]:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [tensor for _, state in scaling_states(model) for tensor in (state.scale, state.amax_history)]
+    return [tensor for state in scaling_states(model) for tensor in (state.scale, state.amax_history)]
 
 
 @contextmanager
@@ -197,3 +264,42 @@ def _put_apart(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the elements of `flat` back into the tensors from which it was made."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     copy_all(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+
+
+def limited(history: Tensor, new: slice) -> Tensor:
+    """Copy `history`, float32 [rows, tensors], with the amaxes of the rows `new` limited.
+
+    Each is at most `JUMP` times the second largest of its column, if that is not 0. One that is not finite becomes 0.
+    """
+    finite = history.nan_to_num(nan=0.0, posinf=0.0)
+    if len(history) > 1:
+        second = finite.topk(2, dim=0).values[1]
+        finite[new] = torch.minimum(finite[new], torch.where(second > 0, second * JUMP, torch.inf))
+    return finite
+
+
+def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
+    """Count the model's FP8 tensors that `limit` would change, float32 on the device; None without delayed scaling.
+
+    Call it at the end of a step, after the ranks have agreed: it is then the same on all of them.
+    """
+    states = list(scaling_states(model))
+    if not states:
+        return None
+    history = torch.cat([state.amax_history for state in states], dim=1)
+    scale = torch.cat([state.scale for state in states])
+    jumped = (limited(history, states[0].rows_of_step(micro_batches)) != history).any(0)
+    return (jumped | (_represented(scale) != scale)).sum().float()
+
+
+def limit(model: nn.Module, micro_batches: int) -> None:
+    """Limit every history, and what was already taken from it. Call it before the next forward."""
+    for state in scaling_states(model):
+        before = state.amax_history.clone()
+        state.amax_history.copy_(limited(before, state.rows_of_step(micro_batches)))
+        state.rescale((state.amax_history != before).any(0))
+        state.scale.copy_(_represented(state.scale))
+
+
+def _represented(scale: Tensor) -> Tensor:
+    return scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.config.kept_layers import MLP
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
-from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
+from gpt2_fp8.fp8.state import BACKWARD, FORWARD, ScalingState, TEState, states_of
+from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
 from gpt2_fp8.runtime.sent import Sent
 
 
@@ -56,9 +56,8 @@ class StoredScales:
         """Where the state is: modules and directions, each once."""
         return list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
 
-    def _states(self) -> list[Any]:
-        # Asked for each time: Transformer Engine may have put another state in its place.
-        return [transformer_engine.scaling_state(owner, direction) for owner, direction in self._groups]
+    def _states(self) -> list[ScalingState]:
+        return [states_of(owner)[direction] for owner, direction in self._groups]
 
     def scales(self) -> Tensor:
         """Return the scales of `found`, float32 on the device."""
@@ -76,11 +75,10 @@ class StoredScales:
         columns, largest = self._columns(states)
         scale = torch.cat([state.scale for state in states])[columns]
         history = torch.cat([state.amax_history for state in states], dim=1)[:, columns]
-        rows = 1  # of the history that a step fills
-        if not self._newest_first:  # Transformer Engine's: row 0 is being filled, the last is the newest
-            history, rows = history[1:].flip(0) if len(history) > 1 else history, micro_batches
+        of_te = isinstance(states[0], TEState)
+        history, rows = states[0].newest_first(history), micro_batches if of_te else 1
         newest = history[:rows].amax(0)
-        if not self._newest_first and len(history) == 1:
+        if len(history) == 1 and of_te:
             newest = largest / scale
         age = torch.div(history.argmax(0), rows, rounding_mode="floor")
         return Sent(torch.stack([newest, scale, age.float()]))
@@ -92,11 +90,7 @@ class StoredScales:
             for tensor, amax, scale, age in zip(self.found, *sent.read(), strict=True)
         }
 
-    @property
-    def _newest_first(self) -> bool:
-        return isinstance(self._groups[0][0], Scales)
-
-    def _columns(self, states: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _columns(self, states: Sequence[ScalingState]) -> tuple[Tensor, Tensor]:
         """Return the index of each of `found` among the tensors of all groups, and the largest number of its format.
 
         Both are on the device, and made once: to make them waits for the GPU.
@@ -135,14 +129,14 @@ def at_limit(scale: float) -> bool:
 def _place(model: Any, tensor: FP8Tensor) -> tuple[nn.Module, str, int] | None:
     """Return whose state holds a tensor's scale, in which direction, and at which index; None if it is not stored."""
     holder, product = _holder(model, tensor.layer)
-    forward = "scaling_bwd" if tensor.kind == "gradient" else "scaling_fwd"
+    direction = BACKWARD if tensor.kind == "gradient" else FORWARD
     if (places := getattr(holder, "places", None)) is not None:  # the fused and the emulated layers
         place = places.get(tensor.kind)
-        return None if place is None else (model.scales, forward, place.number)
-    if transformer_engine.scaling_state(holder, forward) is None:
+        return None if place is None else (model.scales, direction, place.number)
+    if direction not in states_of(holder):
         return None
     column = 2 * product if tensor.kind == "gradient" else 3 * product + ("input", "weight").index(tensor.kind)
-    return holder, forward, column
+    return holder, direction, column
 
 
 def _holder(model: Any, layer: str) -> tuple[Any, int]:

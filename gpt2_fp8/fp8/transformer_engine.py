@@ -30,7 +30,6 @@ class TransformerEngine(Backend):
     """Transformer Engine's layers. Outside `te.autocast` they compute in bf16 and can so repeat a step."""
 
     name = "te"
-    bf16_layers = "Transformer Engine's"
 
     @override
     def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe:
@@ -60,20 +59,14 @@ class TransformerEngine(Backend):
         assert self.recipe is not None
         return build_recipe(self.config.precision, self.recipe)
 
-    @property
-    @override
-    def compiles_plain(self) -> bool:
-        """See `Backend`. It has none: in bf16 it computes with Transformer Engine's layers, too."""
-        return False
-
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. It is `model` itself: its layers compute in FP8 only in `fp8_region`."""
         return model
 
     @override
-    def why_not_attention(self, kernel: AttentionKernel) -> str | None:
-        return None if kernel == "te" else super().why_not_attention(kernel)
+    def why_no_kernel(self, kernel: AttentionKernel) -> str | None:
+        return None if kernel == "te" else super().why_no_kernel(kernel)
 
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,8 +50,7 @@ class Scales(nn.Module):
     """The scales of a model. Layers `reserve` their tensors while they are built; then `allocate` creates them.
 
     The tensors are not registered as buffers: data parallelism would overwrite the other ranks' amaxes with rank 0's
-    before each step. They are not in the state dict either: `fp8.state` saves them through `fp8_meta`, as
-    Transformer Engine's.
+    before each step. They are not in the state dict either: `fp8.state` saves them.
     """
 
     scale: Tensor  # float32 [tensors]
@@ -126,7 +124,7 @@ class Scales(nn.Module):
         """Turn the amaxes seen so far into scales.
 
         An amax that is not finite is ignored. A tensor without any other amax keeps its scale. For amaxes that have
-        jumped see `fp8.magnitudes`.
+        jumped see `fp8.state.limit`.
         """
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)
@@ -135,11 +133,9 @@ class Scales(nn.Module):
         self.scale.copy_(torch.where(torch.isfinite(fresh), within, self.scale))
         self.scale_inv.copy_((1 / self.scale)[:, None])
 
-    @property
-    def fp8_meta(self) -> dict[str, Any]:
-        """The state under Transformer Engine's names: by direction, `scale` [n] and `amax_history` [steps, n]."""
-        columns = {"scaling_fwd": self._columns("forward"), "scaling_bwd": self._columns("gradient")}
-        return {
-            name: SimpleNamespace(scale=self.scale[part], amax_history=self.history[:, part])
-            for name, part in columns.items()
-        }
+    def views(self) -> dict[Direction, tuple[Tensor, Tensor]]:
+        """Return views of the scales [n] and of the history [steps, n], by direction; {} before `allocate`."""
+        if "scale" not in vars(self):
+            return {}
+        columns = {direction: self._columns(direction) for direction in self._counts}
+        return {direction: (self.scale[part], self.history[:, part]) for direction, part in columns.items()}

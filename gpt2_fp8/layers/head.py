@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.kernels import product
+from gpt2_fp8.kernels import nvrtc, product
 from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
 from gpt2_fp8.kernels.embedding import embedding_gradient
@@ -64,6 +64,14 @@ class Head(LayerNormLinear):
         """
         with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
             return super().forward(x)
+
+    def gradient_factor(self, rows: int) -> float:
+        """Return what multiplies the logits' gradient of a micro-batch before its cast, the loss's divisor left out.
+
+        Without logits it is that of a row whose reference is exact; others have a larger one.
+        """
+        has_logits = nvrtc.missing() is not None or product.why_logits(rows, *self.weight.shape)
+        return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
 
     def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:
         """Return what the kernels that normalise x [M, d] are called with."""

@@ -110,7 +110,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         ran=plan.ran,
         reason=plan.reason,
         backend=plan.backend.name,
-        layers=plan.backend.label,
+        layers=plan.label,
         compiled=plan.backend.compiled,
     )
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
@@ -123,7 +123,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     step.settle()
     if device == "cuda":
         torch.cuda.synchronize()
-        if not (plan.backend.graphs or plan.backend.recorded):  # a graph's memory was allocated when it was recorded
+        if not (plan.backend.graphs or plan.recorded):  # a graph's memory was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
     seconds = timed(step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = tokens_a_step(config)

@@ -83,7 +83,7 @@ def build(
         summary.versions() | _versions(plan),
         partial(plan.backend.kernels, module.vocab_size),
         config.micro_batch,
-        plan.backend.slower(),
+        plan.slower(),
     )
     callbacks: list[Callback] = [*first, throughput]
     if config.callbacks.fp8_health and plan.recipe is not None:

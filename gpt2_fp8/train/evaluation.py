@@ -68,11 +68,11 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "checkpoint": str(trained.path),
         "data": config.data.name,
         "precision": plan.ran,
-        "evaluation": "bf16" if plan.backend.evaluates_in_bf16 else plan.ran,
+        "evaluation": "bf16" if plan.evaluates_in_bf16 else plan.ran,
         "recipe": plan.recipe,
         "asked": plan.asked,
         "reason": plan.reason,
-        "kernels": plan.backend.evaluation_kernels(module.vocab_size),
+        "kernels": plan.evaluation_kernels(module.vocab_size),
         **_losses(data, metrics),
     }
     on_gpu = device == "cuda"

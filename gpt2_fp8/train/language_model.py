@@ -66,14 +66,14 @@ class LanguageModel(nn.Module):
         are part of the loss. Without, it is computed in the precision of a run's validations. Without targets: logits
         [sequences, tokens, vocab_size].
         """
-        backend, in_bf16 = self.plan.backend, self.plan.backend.evaluates_in_bf16
+        backend, in_bf16 = self.plan.backend, self.plan.evaluates_in_bf16
         if targets is not None and torch.is_grad_enabled():
             self._find_scales(ids, targets)
             with backend.forward_context():
                 return penalties.trained(self._loss(ids, targets))
         if not in_bf16:
             self._find_scales(ids, targets)
-        context = backend.bf16_context() if in_bf16 else backend.forward_context()
+        context = backend.forward_context(fp8=not in_bf16)
         with torch.no_grad(), self._scaling.unchanged(), context:
             model = self._in_bf16() if in_bf16 else self.model
             if targets is None:

@@ -24,7 +24,7 @@ from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.fp8.base import Backend
+from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import saved_config
 
@@ -68,7 +68,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     step.load_state_dict(own)
     changes = (
         keep_own_settings(path, checkpoint, step.model, config),
-        other_validation(checkpoint, step.plan.backend),
+        other_validation(checkpoint, step.plan),
         fp8_again(checkpoint["global_step"], step),
     )
     for told in changes if trainer.is_global_zero else ():
@@ -112,15 +112,15 @@ def other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> I
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
 
-def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | None:
+def other_validation(checkpoint: Mapping[str, Any], plan: Plan) -> str | None:
     """Say that the validations of a run in FP8 compute in another precision than those before `checkpoint`; or None.
 
     The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
     """
-    if not (backend.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8")):
+    if not (plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8")):
         return None
     before = value_of(checkpoint, f"{saved_config.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
-    now = "bf16" if backend.evaluates_in_bf16 else "fp8"
+    now = "bf16" if plan.evaluates_in_bf16 else "fp8"
     if before == now:
         return None
     return (

@@ -15,7 +15,7 @@ from gpt2_fp8.checkpoint import find, space
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
+from gpt2_fp8.config.run_length import bf16_last_steps, last_step, steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.out_of_memory import largest_divisor
@@ -100,13 +100,13 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     if (said := slurm.unheard()) is not None:
         log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
-    ran += ", evaluation bf16" if plan.backend.evaluates_in_bf16 else ""
-    ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
+    ran += ", evaluation bf16" if plan.evaluates_in_bf16 else ""
+    ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := bf16_last_steps(config)) else ""
     if plan.reason is None:
         log.info("precision  %s", ran)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    log_kernels(plan.backend.kernels(vocab_size), plan.backend.slower())
+    log_kernels(plan.backend.kernels(vocab_size), plan.slower())
     state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)

@@ -17,7 +17,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8 import base
 from gpt2_fp8.fp8.base import twin_of
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import PASSES
 from gpt2_fp8.fp8.state import capture

@@ -9,9 +9,9 @@ from gpt2_fp8 import compose
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor, fp8_tensors
+from gpt2_fp8.fp8.plain import Torchao
 from gpt2_fp8.fp8.resolve import BACKENDS, Plan
-from gpt2_fp8.fp8.torchao import Torchao
 from gpt2_fp8.runtime import rng
 
 SMALL = [
@@ -75,7 +75,7 @@ def test_looking_changes_no_bit_of_a_run(words, monkeypatch):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.grad is None for parameter in watched.model.parameters())
-    assert [health.tensor for health in seen] == watched.plan.backend.fp8_tensors()
+    assert [health.tensor for health in seen] == fp8_tensors(watched.config.precision, watched.config.model.n_layer)
     assert all(0 <= health.saturated < 0.01 and 0 <= health.flushed < 0.1 for health in seen)
 
 
@@ -113,13 +113,13 @@ def test_stored_amaxes_are_those_of_the_sampled_pass():
 
 
 def test_the_heads_scale_is_that_of_the_runs_micro_batches(monkeypatch):
-    """Of four sequences of 64 tokens, also where fewer are sampled; the vocabulary of 257 is padded to 320."""
+    """Of four sequences of 64 tokens, also where fewer are sampled."""
     monkeypatch.setattr(Torchao, "emulate", True)
     step, asked = training_step("precision.backend=torchao", "recipe=current"), []
-    monkeypatch.setattr(step.plan.backend, "head_factor", lambda *sizes: asked.append(sizes) or 2**11)
+    step.model.head.gradient_factor = lambda rows: asked.append(rows) or 2**11
     monkeypatch.setattr("gpt2_fp8.engine.fp8_health.TOKENS", 128)
     _, seen = trained(step, 1, FP8Health(step))
-    assert asked == [(4 * 64, 320)]
+    assert asked == [4 * 64]
     (head,) = [health for health in seen if str(health.tensor) == "the gradient of head"]
     assert head.scale == 2**11 * 8 * 64, "the mean over a step's tokens is taken back"
     assert head.headroom == pytest.approx(math.log2(28), abs=0.1), "softmax minus one is nearly -1 at a target"

@@ -12,7 +12,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.fp8.base import Backend
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Reference
 from tests import forkserver
 from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
 from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until

@@ -15,9 +15,9 @@ from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.schedule import learning_rate_factor
-from gpt2_fp8.fp8 import magnitudes
+from gpt2_fp8.fp8 import state as magnitudes
 from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.runtime import signals

@@ -13,8 +13,8 @@ from torch import nn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.magnitudes import JUMP
 from gpt2_fp8.fp8.scaling import FP8Scaling
+from gpt2_fp8.fp8.state import JUMP
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained

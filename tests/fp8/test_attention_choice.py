@@ -7,9 +7,9 @@ import pytest
 from gpt2_fp8 import compose
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.fp8 import emulated, resolve
 from gpt2_fp8.fp8 import fused as fused_backend
-from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, unaccelerated, why_not_attention
+from gpt2_fp8.fp8 import plain, resolve
+from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, unaccelerated
 from gpt2_fp8.layers import attention, sdpa
 
 WORDS = {
@@ -31,7 +31,7 @@ def can(monkeypatch):
         return None if kernel in able else f"no {kernel}"
 
     monkeypatch.setattr(sdpa, "why_not", why_not)
-    monkeypatch.setattr(emulated, "has_fp8_conversion", lambda: True)
+    monkeypatch.setattr(plain, "has_fp8_conversion", lambda: True)
     monkeypatch.setattr(attention, "why_no_flash", lambda: None if "flash 4" in able else "no FlashAttention 4")
     monkeypatch.setattr(fused_backend, "why_no_transformer_engine", lambda: None if "te" in able else "no TE")
     return able
@@ -89,7 +89,7 @@ def test_the_fused_layers_flash_is_flash_attention_4(can):
     can.remove("flash")
     check_attention(made("fused", "flash"))
     can.remove("flash 4")
-    assert why_not_attention(made("fused", "flash"), "flash") == "no FlashAttention 4"
+    assert made("fused", "flash").why_not_attention("flash") == "no FlashAttention 4"
 
 
 def test_a_run_that_falls_back_to_bf16_leaves_a_kernel_that_its_layers_lack(monkeypatch, can):

@@ -3,12 +3,12 @@
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.fp8.resolve import BACKENDS
+from gpt2_fp8.fp8.fp8_tensors import fp8_tensors
 
 
 def tensors(*words, backend="emulated"):
     (config,) = compose.preflight(["model.n_layer=2", f"precision.backend={backend}", *words])
-    return BACKENDS[backend](config, config.precision.name, "cpu").fp8_tensors()
+    return fp8_tensors(config.precision, config.model.n_layer)
 
 
 def kinds(found, layer):
@@ -37,8 +37,3 @@ def test_operands_that_stay_in_bf16(backward, blocks):
     assert (kinds(found, "blocks.0.fc1"), kinds(found, "head")) == (blocks, "")
     found = tensors(f"precision.backward={backward}", "recipe=current", backend="torchao")
     assert (kinds(found, "blocks.0.fc1"), kinds(found, "head")) == (blocks, blocks)
-
-
-def test_a_run_without_fp8_has_none():
-    (config,) = compose.preflight(["precision=bf16"])
-    assert BACKENDS["reference"](config, "bf16", "cpu").fp8_tensors() == []

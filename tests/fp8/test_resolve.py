@@ -10,8 +10,8 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config.backend_support import WHY_NOT
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.fp8 import plain, support, transformer_engine
 from gpt2_fp8.fp8 import resolve as resolving
-from gpt2_fp8.fp8 import support, torchao, transformer_engine
 from gpt2_fp8.fp8.fused import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.resolve import resolve
@@ -75,8 +75,8 @@ def ada(monkeypatch):
     """A GPU with FP8 units, without Transformer Engine, and with torchao."""
     gpu(monkeypatch, (8, 9), "NVIDIA L40S")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torchao.Torchao, "torch_attention", lambda self: "torch's")
-    for module in (resolving, torchao):
+    monkeypatch.setattr(plain.Torchao, "torch_attention", lambda self: "torch's")
+    for module in (resolving, plain):
         monkeypatch.setattr(module, "why_not_te_fp8", lambda: "Transformer Engine is not installed")
 
 
@@ -365,7 +365,7 @@ def wgrad(run):
 @pytest.mark.usefixtures("hopper")
 def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torchao.Torchao, "torch_attention", lambda self: "torch's")
+    monkeypatch.setattr(plain.Torchao, "torch_attention", lambda self: "torch's")
     found = resolve(config(recipe="rowwise"), "cuda").backend
     assert found.name == "torchao"
     assert "not Transformer Engine's: it has no scale a row" in found.kernels(50257)["layers"]

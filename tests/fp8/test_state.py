@@ -13,7 +13,7 @@ from torch import nn
 from gpt2_fp8 import compose
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 

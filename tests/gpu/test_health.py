@@ -9,6 +9,7 @@ import torch
 from gpt2_fp8.engine.fp8_health import FP8Health
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.fp8_tensors import fp8_tensors
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.fp8.support import why_no_torchao
 from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
@@ -61,7 +62,7 @@ def test_looking_changes_nothing(words):
     scales, drawn = state.capture(step.model), rng.capture_torch()
     seen = health.sample(ids, health.read())
     assert health.failed is None
-    assert [health.tensor for health in seen] == step.plan.backend.fp8_tensors()
+    assert [health.tensor for health in seen] == fp8_tensors(step.config.precision, step.config.model.n_layer)
     for name, tensor in step.model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
     after = state.capture(step.model)
@@ -80,8 +81,8 @@ def test_stored_amaxes_are_those_of_the_tensors_they_are_said_to_be_of(words):
     step, ids = trained(*words)
     health = FP8Health(step)
     stored = {h.tensor: h for h in health.read()}
-    factor = step.plan.backend.head_factor(ROWS, step.model.tokens.num_embeddings)
-    assert len(stored) == len(health.tensors) - (factor is not None), "the head's gradient has a scale of its own"
+    own_scale = hasattr(step.model.head, "gradient_factor")
+    assert len(stored) == len(health.tensors) - own_scale, "the head's gradient has a scale of its own"
     found = health._pass(ids, step.share, step.micro_batch_size, {})
     for tensor, h in stored.items():
         amax = found[tensor][0].item()
@@ -110,7 +111,7 @@ def test_the_heads_factor_is_the_kernels(monkeypatch, fewest):
     monkeypatch.setattr("gpt2_fp8.kernels.product.FEWEST_ROWS", fewest)
     monkeypatch.setattr(_Gradients, "scale_inv", lambda self, f: asked.append(f) or scale_inv(self, f))
     step, _ = trained("precision.backend=fused", "recipe=delayed", "cuda_graphs=false", steps=1)
-    factor = step.plan.backend.head_factor(ROWS, step.model.tokens.num_embeddings)
+    factor = step.model.head.gradient_factor(ROWS)
     assert factor == asked[0] == (2**EXPONENT if fewest == ROWS else 2**LOGITS_EXPONENT)
 
 

@@ -35,7 +35,7 @@ def assert_same_steps(plain, graphed, seeds, size=4):
 def test_gradients_are_those_of_plain_layers_and_each_pass_is_a_launch():
     """Three micro-batches a step; all are replayed from the second step on, over memory that others have used."""
     plain, graphed = prepared(*WORDS, "compile=false"), prepared(*RECORDED)
-    assert graphed.plan.backend.recorded
+    assert graphed.plan.recorded
     assert_same_steps(plain, graphed, range(4))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

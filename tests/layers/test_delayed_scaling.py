@@ -295,15 +295,17 @@ def test_state_is_captured_by_direction():
     assert torch.equal(saved["scales.scaling_fwd.scale"], copy), "captured is copied"
 
 
-def test_meta_is_a_view():
+def test_states_are_views():
     of = scales()
-    meta = of.fp8_meta
-    meta["scaling_fwd"].scale.copy_(torch.tensor([3.0, 5.0]))
-    meta["scaling_bwd"].scale.fill_(7.0)
-    meta["scaling_fwd"].amax_history[2] = torch.tensor([1.0, 2.0])
-    meta["scaling_bwd"].amax_history[2] = 4.0
+    forward, backward = state.states_of(of, "scales").values()
+    assert [it.name for it in (forward, backward)] == ["scales.scaling_fwd", "scales.scaling_bwd"]
+    forward.scale.copy_(torch.tensor([3.0, 5.0]))
+    backward.scale.fill_(7.0)
+    forward.amax_history[2] = torch.tensor([1.0, 2.0])
+    backward.amax_history[2] = 4.0
     assert of.scale.tolist() == [3, 5, 7]
     assert of.history[2].tolist() == [1, 2, 4]
+    assert state.states_of(Scales(settings())) == {}, "before they are allocated"
 
 
 def test_a_restored_run_goes_on_as_the_one_that_was_saved():

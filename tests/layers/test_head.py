@@ -42,3 +42,20 @@ def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(monkeypatch, 
     of = SimpleNamespace(linear=SimpleNamespace(w8=empty(50304)))
     given = [head.Chunk(of, empty(rows), None, 50257, slice(0, rows)) for rows in chunks]
     assert head.fit_without_logits(given) is expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_embd", "missing", "exponent"),
+    [
+        (65536, 768, None, 11),
+        (16384, 1024, None, 11),
+        (16320, 768, None, 15),  # too few rows
+        (16400, 768, None, 15),  # no multiple of 64
+        (65536, 1280, None, 15),  # too wide
+        (65536, 768, "cuda-core is not installed", 15),
+    ],
+)
+def test_the_factor_is_that_of_the_way_it_goes(monkeypatch, head, rows, n_embd, missing, exponent):
+    monkeypatch.setattr(nvrtc, "missing", lambda: missing)
+    of = SimpleNamespace(weight=torch.empty(50304, n_embd, device="meta"))
+    assert head.Head.gradient_factor(of, rows) == 2.0**exponent

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.fp8.emulated import Emulated
-from gpt2_fp8.fp8.torchao import Torchao
+from gpt2_fp8.fp8.plain import Emulated, Torchao
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 pytestmark = pytest.mark.whole

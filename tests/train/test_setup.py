@@ -9,7 +9,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.config import own_words
 from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.reference import Reference
+from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 from gpt2_fp8.kernels import nvrtc

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gpt2_fp8.fp8 import quantized
-from gpt2_fp8.fp8.quantized import figures
+from gpt2_fp8.fp8 import sampled_pass
+from gpt2_fp8.fp8.sampled_pass import figures
 from gpt2_fp8.kernels.formats import LARGEST
 from gpt2_fp8.layers.fp8_cast import cast, saturated
 
@@ -72,7 +72,7 @@ def test_blocks_have_scales_of_their_own(dtype, recipe, width):
 
 
 def test_a_large_tensor_is_sampled_over_all_its_channels(monkeypatch):
-    monkeypatch.setattr(quantized, "MOST", 1000)
+    monkeypatch.setattr(sampled_pass, "MOST", 1000)
     x = torch.zeros(600, 48)
     x[:, 7] = 2.0**-20  # a channel that is flushed
     x[:, 11] = 1.0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.magnitudes import JUMP, absurd, limit, limited
+from gpt2_fp8.fp8.state import JUMP, absurd, limit, limited
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
 from tests.layers.test_delayed_scaling import E4M3, E5M2, Model, assert_reciprocal, step, trained
 

@@ -1,0 +1,157 @@
+"""The backends of plain torch's layers: as they are, with torchao's FP8 products, and with emulated ones."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.block_spec import block_spec, why_not
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
+from gpt2_fp8.fp8.recipes import delayed_scaling, float8_config, formats, weight_dtype
+from gpt2_fp8.fp8.scaling import Scaling
+from gpt2_fp8.fp8.support import has_fp8_conversion, why_no_torchao, why_not_rowwise, why_not_te_fp8
+from gpt2_fp8.layers import Family, emulated, reference, torchao
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2
+
+
+class Reference(Backend):
+    """The plain-torch layers, with which every other backend is compared.
+
+    Attributes:
+        recorded: whether `torch.compile` records CUDA graphs of its loss.
+    """
+
+    name = "reference"
+    fused_loss = False
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        self.compiled = compiles_plain(config, device)
+        self.recorded = self.compiled and device == "cuda" and config.compile_mode == "reduce-overhead"
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        return why_not(block_spec(config.model), reference.NAME, reference.OFFERS)
+
+    @override
+    def family(self) -> Family:
+        return Composed(reference, self.recompute, self.kernel)
+
+    @override
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        return {
+            "layers": "plain torch" + (", compiled" if self.compiled else "") + (", recorded" if self.recorded else ""),
+            "attention": self.torch_attention(),
+        }
+
+
+class Torchao(Backend):
+    """The plain-torch layers with torchao's products (`layers/torchao.py`).
+
+    Attributes:
+        emulate: whether FP8 products are computed from FP8's numbers in high precision. No run does; tests on a CPU do.
+    """
+
+    name = "torchao"
+    fused_loss = False
+    emulate: ClassVar[bool] = False
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        self.compiled = compiles_plain(config, device)
+
+    @override
+    def own_recipe(self, auto: AutoRecipe) -> StatelessRecipe:
+        return StatelessRecipe(name="current")
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        lacking = why_not(block_spec(config.model), torchao.Layers.NAME, torchao.Layers.OFFERS)
+        rowwise = why_not_rowwise() if config.recipe.name == "rowwise" else None
+        return backend_support.why_not_torchao(config) or lacking or why_no_torchao() or rowwise
+
+    @override
+    def family(self) -> Family:
+        precision = self.config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
+        assert self.recipe is not None
+        block, head = (float8_config(precision, self.recipe.name, head, self.emulate) for head in (False, True))
+        return Composed(torchao.Layers(block, head, weight_dtype(precision)), self.recompute, self.kernel)
+
+    @override
+    def loss(
+        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
+    ) -> Tensor:
+        """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
+        return super().loss(model, ids, None, scale, targets)
+
+    @override
+    def scaling(self, model: GPT2) -> Scaling:
+        """See `Backend`. No scale outlives its product."""
+        return Scaling()
+
+    @override
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        """See `Backend`. If faster layers were not chosen, it says why."""
+        precision = self.config.precision
+        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        reason = backend_support.why_not_te(self.config) or why_not_te_fp8() if auto else None
+        how = ", compiled" if self.compiled else ""
+        return {
+            "layers": f"torchao's float8{how}" + (f", not Transformer Engine's: {reason}" if reason else ""),
+            "attention": self.torch_attention(),
+        }
+
+
+class Emulated(Backend):
+    """The plain-torch layers with operands cast to FP8 and back (`layers/emulated.py`)."""
+
+    name = "emulated"
+    fused_loss = False
+    # Else Inductor leaves out bfloat16's rounding between operations that it fuses.
+    compile_options: ClassVar[dict[str, Any]] = {"emulate_precision_casts": True}
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        able = device == "cuda" and has_fp8_conversion()
+        self.compiled = able if config.compile == "auto" else config.compile
+
+    @override
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
+        return auto.delayed
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        if config.compile is True:
+            if not torch.cuda.is_available() and config.recipe.name == "block":
+                # torch 2.13: the gradient of the packed queries, keys and values comes out wrong if n_embd is 64
+                return "compile=true, and torch's compiler for CPUs computes blocks at the edge wrongly"
+            if torch.cuda.is_available() and not has_fp8_conversion():
+                name = torch.cuda.get_device_name()
+                return f"compile=true, and {name} has no conversion to FP8 that can be compiled"
+        return backend_support.why_not_emulated(config)
+
+    @override
+    def family(self) -> Family:
+        precision, recipe = self.config.precision, self.recipe
+        assert isinstance(precision, FP8PrecisionConfig)
+        assert recipe is not None
+        assert recipe.name != "mxfp8"
+        assert recipe.name != "rowwise"
+        how = emulated.Emulation(recipe.name, *formats(precision), precision.backward)
+        delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
+        return emulated.Emulated(how, delayed, self.recompute, self.kernel)
+
+    @override
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        how = ", compiled" if self.compiled else ""
+        return {"layers": f"FP8 emulated in plain torch{how}", "attention": self.torch_attention()}
