@@ -18,8 +18,8 @@ from gpt2_fp8.compat.lightning_logging import log_from_host
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict
-from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
 from gpt2_fp8.runtime import collectives, host_memory, signals
 from gpt2_fp8.runtime.gpu_meter import GPUMeter
 from gpt2_fp8.runtime.moments import Moment

@@ -39,8 +39,8 @@ from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.measure import profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.subprocesses import one_line
-from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
 from gpt2_fp8.runtime import devices, registry
 
 

@@ -1,4 +1,4 @@
-"""The parameters that follow from a block's description: names, shapes and roles.
+"""What follows from a block's description: the parameters' names, shapes and roles, FLOPs, and the optimizer's bytes.
 
 Every family of layers has these names and shapes, so a state dict moves between them unchanged.
 """
@@ -9,9 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from gpt2_fp8.config.block_spec import BlockSpec, Norm
+from gpt2_fp8.config.block_spec import BlockSpec, Norm, block_spec
+from gpt2_fp8.config.schema import ModelConfig, OptimizerConfig, RegisteredOptimizer
 
 Role = Literal["norm", "bias", "weight", "into_residual", "lookup"]
+# Dense bf16 peaks without sparsity, from NVIDIA's data sheets, by the name the driver reports.
+PEAK_BF16_FLOPS = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+}
 
 
 class Parameter(NamedTuple):
@@ -82,6 +91,52 @@ def count(spec: BlockSpec, n_layer: int, n_positions: int, padded_vocab_size: in
     """Count the elements of all parameters of a model with `n_layer` blocks."""
     outside = outside_blocks(spec, n_positions, padded_vocab_size)
     return sum(p.numel for p in outside) + n_layer * sum(p.numel for p in of_block(spec))
+
+
+def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
+    """Count the parameters of a model whose embedding has `padded_vocab_size` rows. The tied head counts once."""
+    return count(block_spec(config), config.n_layer, config.n_positions, padded_vocab_size)
+
+
+def flops_per_token(config: ModelConfig, padded_vocab_size: int) -> int:
+    """Count the FLOPs of a token, forward and backward: 6 N + 12 n_layer (n_head head_size) n_positions.
+
+    N leaves out tables that are only looked up (Chowdhery et al. 2022, appendix B). Attention is counted in full,
+    although half of it is masked.
+    """
+    spec = block_spec(config)
+    lookups = sum(p.numel for p in outside_blocks(spec, config.n_positions, padded_vocab_size) if p.role == "lookup")
+    n = parameter_count(config, padded_vocab_size) - lookups
+    return 6 * n + 12 * config.n_layer * spec.heads.queries * config.n_positions
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Return a GPU's dense bf16 peak in FLOP/s; None if it is not known, since a guess would make every ratio wrong."""
+    return PEAK_BF16_FLOPS.get(device_name)
+
+
+def optimizer_bytes(optimizer: OptimizerConfig, model: ModelConfig, padded_vocab_size: int) -> int:
+    """Return the bytes of an optimizer's state of all parameters, without the counts of updates.
+
+    Of a parameter: adamw has two moments in float32 (8 bytes), and adamw_bf16 two in bfloat16 (4). Muon has one
+    momentum in float32 for a block's matrix (4), and AdamW's for the rest.
+    """
+    spec = block_spec(model)
+    outside = outside_blocks(spec, model.n_positions, padded_vocab_size)
+    of_outside, of_one_block = (
+        sum(_state_bytes(optimizer, parameter, in_block) for parameter in some)
+        for some, in_block in ((outside, False), (of_block(spec), True))
+    )
+    return of_outside + model.n_layer * of_one_block
+
+
+def _state_bytes(optimizer: OptimizerConfig, parameter: Parameter, in_block: bool) -> int:
+    count, name = parameter.numel, optimizer.name
+    if isinstance(optimizer, RegisteredOptimizer):
+        return optimizer.state_bytes * count
+    if name == "muon" and in_block and len(parameter.shape) == 2:
+        return 4 * count
+    return {"adamw": 8, "adamw_bf16": 4, "muon": 8}[name] * count
 
 
 def _norm(prefix: str, width: int, norm: Norm) -> Iterator[Parameter]:

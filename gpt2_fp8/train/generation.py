@@ -19,10 +19,8 @@ from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.fp8.resolve import unaccelerated
 from gpt2_fp8.model.decoder import Decoder
-from gpt2_fp8.model.generate import decode_after
+from gpt2_fp8.model.generate import End, Sampling, Text, decode_after, go_on
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.model.sampling import Sampling
-from gpt2_fp8.model.texts import End, Text, go_on
 from gpt2_fp8.train import trained
 from gpt2_fp8.train.trained import Trained
 

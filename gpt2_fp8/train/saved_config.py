@@ -17,8 +17,8 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.model.parameters import parameter_count
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
+from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
 from gpt2_fp8.runtime import ranks, rendezvous, slurm
 
 log = logging.getLogger(__name__)

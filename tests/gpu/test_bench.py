@@ -6,7 +6,7 @@ import torch
 from gpt2_fp8.compat import torch_private
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import WAITS, Case, measure
-from gpt2_fp8.model.flops import peak_bf16_flops
+from gpt2_fp8.model.parameters import peak_bf16_flops
 from tests.gpu.common import HOPPER, composed
 
 pytestmark = pytest.mark.fp8

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8.config.block_spec import block_spec
-from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.model.parameters import parameters
+from gpt2_fp8.model.parameters import parameter_count, parameters
 from tests.gpu.common import CONFIG, FAMILIES, VOCAB, build
 
 pytestmark = pytest.mark.fp8

@@ -14,7 +14,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.fp8.support import why_no_torchao
-from gpt2_fp8.model.flops import peak_bf16_flops
+from gpt2_fp8.model.parameters import peak_bf16_flops
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 

@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
+from gpt2_fp8.model.parameters import optimizer_bytes
 from tests.common import CONFIG, OPTIM, VOCAB, build
 
 MUON = MuonOptimizer(name="muon", matrix_lr=None, momentum=0.95, ns_steps=5)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.block_spec import MLP, BlockSpec, Heads, Norm, RoPE, block_spec
-from gpt2_fp8.model.flops import flops_per_token, parameter_count
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
-from gpt2_fp8.model.parameters import count, parameters
+from gpt2_fp8.model.parameters import parameter_count, parameters
 from tests.common import CONFIG, VOCAB, build
 from tests.layers.standins import FAMILIES, families
 
@@ -115,35 +114,6 @@ def test_layers_that_lack_an_option_build_nothing(on_meta):
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_counts_are_those_published(configs, model):
     assert parameter_count(configs[model], configs[model].vocab_size or 50257) == PUBLISHED[model]
-
-
-def llama_like(n_embd, heads, mlp, tied):
-    return BlockSpec(
-        n_embd=n_embd, norm=Norm("rms_norm", 1e-5), heads=heads, mlp=MLP("swiglu", mlp), positions=RoPE(5e5),
-        bias=False, dropout=0.0, tied=tied,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("spec", "n_layer", "rows", "published"),
-    [
-        (llama_like(4096, Heads(32, 8, 128), 14336, tied=False), 32, 128256, 8_030_261_248),
-        (llama_like(1024, Heads(16, 8, 128, qk_norm=True), 3072, tied=True), 28, 151936, 596_049_920),
-    ],
-    ids=["Llama 3 8B", "Qwen3 0.6B"],
-)
-def test_counts_of_other_blocks_are_those_published(spec, n_layer, rows, published):
-    assert count(spec, n_layer, 8192, rows) == published
-    names = [p.name for p in parameters(spec, n_layer, 8192, rows)]
-    assert len(names) == len(set(names))
-    assert not any("bias" in name or "positions" in name for name in names)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_flops_are_six_a_parameter_and_attentions(configs, model):
-    config = configs[model]
-    n = parameter_count(config, 50304) - config.n_positions * config.n_embd
-    assert flops_per_token(config, 50304) == 6 * n + 12 * config.n_layer * config.n_embd * config.n_positions
 
 
 @pytest.mark.parametrize("bias", [True, False])
