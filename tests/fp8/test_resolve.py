@@ -228,13 +228,6 @@ def test_what_the_fused_layers_can_compute_they_do(config, keys):
     assert resolve(replace(run, model=replace(run.model, **keys)), "cuda").backend.name == "fused"
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_plain_precisions_never_have_fp8_layers(config, precision):
-    plan = resolve(config(precision), "cuda")
-    assert (plan.backend.name, plan.backend.compiled, plan.backend.graphs) == ("reference", True, False)
-
-
 def test_where_fp8_cannot_run_the_layers_asked_for_are_not_refused(config):
     """`precision.fallback` decides there, as for the precision itself."""
     assert resolve(config(backend="fused", trainer={"accelerator": "cpu"}), "cpu").backend.name == "reference"
@@ -300,11 +293,6 @@ def test_a_compilation_that_cannot_be_right_is_refused(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gpu(monkeypatch, (8, 0), "NVIDIA A100")
     assert "no conversion to FP8" in refusal(config(backend="emulated", compile=True)).cause
-
-
-@pytest.mark.usefixtures("hopper")
-def test_auto_is_never_emulated(config):
-    assert {resolve(config(recipe=recipe), "cuda").backend.name for recipe in ("delayed", "current")} == {"fused", "te"}
 
 
 # torchao
@@ -399,33 +387,12 @@ def test_graphs_are_for_small_micro_batches_unless_told(config, micro_batch_size
     assert plan.backend.graphs is expected
 
 
-SEVERAL = [{"devices": 2}, {"devices": "auto"}, {"num_nodes": 2}, {"strategy": "ddp"}]
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("trainer", SEVERAL)
-def test_several_gpus_have_graphs_too(config, trainer):
-    plan = resolve(config(micro_batch_size=1, trainer=trainer), "cuda")
-    assert (plan.backend.name, plan.backend.graphs) == ("fused", True)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("keys", [{"precision": "bf16"}, {"backend": "te"}, {"recipe": "block"}, {"dropout": 0.1}])
-def test_other_layers_have_no_graphs(config, keys):
-    assert not resolve(config(micro_batch_size=1, **keys), "cuda").backend.graphs
-
-
 @pytest.mark.usefixtures("hopper")
 def test_graphs_are_refused_on_a_gpu_without_the_layers_for_them(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     problem = refusal(config(micro_batch_size=1, cuda_graphs=True))
     assert problem.cause.startswith("cuda_graphs=true records only the fused FP8 layers")
     assert "cuda_graphs=auto" in problem.remedy
-
-
-def test_where_fp8_may_fall_back_graphs_fall_with_it(config):
-    plan = resolve(config("fp8_hybrid", cuda_graphs=True, trainer={"accelerator": "cpu"}), "cpu")
-    assert (plan.ran, plan.backend.graphs) == ("fp32", False)
 
 
 # The machine
@@ -442,15 +409,6 @@ def test_reasons_of_a_machine(monkeypatch):
     assert "not installed" in support.why_not_te_fp8()
 
 
-def test_without_transformer_engine_the_recipes_are_torchaos(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(support, "why_no_transformer_engine", lambda: "it is not installed")
-    assert support.why_no_torchao() is None
-    able = [name for name in ("mxfp8", "block", "rowwise", "current", "delayed") if not support.why_not_recipe(name)]
-    assert able == ["rowwise", "current"]
-
-
 @pytest.mark.parametrize("error", [OSError("libcudnn.so.9: cannot open"), ImportError("undefined symbol: _ZN\nmore")])
 def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
     (tmp_path / "transformer_engine").mkdir()
@@ -461,10 +419,6 @@ def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
     reason = support.why_not_te_fp8()
     assert reason.startswith(f"Transformer Engine does not load: {type(error).__name__}")
     assert "\n" not in reason
-
-
-def test_long_reasons_are_cut():
-    assert len(support.first_line("x" * 999)) == 200
 
 
 def test_every_backend_stands_in_the_schema_and_says_what_settings_it_cannot_have():

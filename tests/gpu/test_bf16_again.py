@@ -91,7 +91,7 @@ def test_79_an_absurd_magnitude_of_one_step_leaves_the_next_its_gradients(overri
         step(engine, 2)
         jumped = engine.scaling.absurd(PARTS)
         assert jumped is None or jumped.item() == 0, "a healthy step has none"
-        states = [layer for layer in state.scaling_states(engine.model)]
+        states = list(state.scaling_states(engine.model))
         if spoiled and states:
             used = [(layer.amax_history > 0).sum(0) > 1 for layer in states]  # Transformer Engine has idle ones, too
             for layer, those in zip(states, used, strict=True):

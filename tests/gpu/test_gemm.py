@@ -80,17 +80,6 @@ def test_accumulates_in_place(shape, dtype):
         assert_near(out, expected)
 
 
-def test_a_plan_serves_other_tensors():
-    first, second = operands(256, 512, 128, seed=1), operands(256, 512, 128, seed=2)
-    second[3].mul_(3)
-    gemm.matmul(*first)
-    plans = len(gemm._plans)
-    gemm.matmul(*second)
-    assert len(gemm._plans) == plans
-    assert_near(first[2], exact(*first))
-    assert_near(second[2], exact(*second))
-
-
 def test_addresses_at_multiples_of_16_bytes_alone():
     m, n, k = 64, 48, 32
     given = operands(m, n, k)
@@ -129,14 +118,6 @@ def test_graph_replay_equals_eager():
         graph.replay()
         torch.testing.assert_close(out, eager, rtol=0, atol=0)
         assert_near(out, exact(*given, add=torch.full_like(out, seed)))
-
-
-def test_a_wrong_shape_is_refused():
-    given = operands(64, 48, 32)
-    with pytest.raises(AssertionError):
-        gemm.matmul(given[0], given[1][:, :16].contiguous(), *given[2:])
-    with pytest.raises(AssertionError, match="16"):
-        gemm.matmul(given[0][:24], given[1], given[2][:24], *given[3:])
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -11,7 +11,6 @@ from tests.gpu.kernels import (
     SCALES,
     Statistics,
     assert_fp8,
-    assert_repeats,
     assert_slices_are_alone,
     assert_transposed,
     column_sums,
@@ -195,29 +194,6 @@ def test_backward_saturates(dtype):
     assert torch.count_nonzero(q.float()) == 3
     assert_transposed(q, qt)
     assert slot.amax.item() == float("inf")
-
-
-def test_amax_is_raised_and_not_replaced():
-    x = normal(80, 144)
-    weight, bias = parameters(144)
-    slot = slot_of(torch.float8_e4m3fn, amax=1000.0)
-    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
-    layer_norm_backward(x, x, statistics, weight, None, slot)
-    assert slot.amax.item() == 1000.0
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_repeats(dtype):
-    x, dy, residual = (normal(272, 768, seed=seed) for seed in range(3))
-    weight, bias = parameters(768)
-
-    def forward(slot):
-        q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
-        return [q, qt, *statistics]
-
-    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(dtype))
-    assert_repeats(forward, dtype)
-    assert_repeats(lambda slot: layer_norm_backward(dy, x, statistics, weight, residual, slot), dtype)
 
 
 def test_more_elements_than_int32_counts():

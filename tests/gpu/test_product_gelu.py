@@ -14,7 +14,6 @@ from tests.gpu.kernels import (
     LARGEST,
     SCALES,
     assert_fp8,
-    assert_repeats,
     assert_slices_are_alone,
     bits,
     column_sums,
@@ -212,33 +211,6 @@ def test_backward_of_normal_numbers(shape, dtype):
     assert error.norm() < 0.003 * exact.norm()
 
 
-@pytest.mark.parametrize("shape", [(448, 3072, 768), (4160, 640, 1024)])
-def test_each_block_has_its_part_of_the_sums(shape):
-    """Part by part: the rows that a block has of a slab; zeros where there are fewer blocks than parts."""
-    from gpt2_fp8.kernels import nvrtc
-
-    m, n, _ = shape
-    operands, slopes, slot = whole(shape, E5M2), codes_of(normal(m, n, seed=1)), slot_of(E5M2)
-    sums = product_gelu_backward(operands, slopes, slot).sums
-    down = m // 64
-    tiles = down * (n // 128)
-    grid = min(nvrtc.processors(slopes.device), tiles)
-    _, _, exact = same_arithmetic(operands, slopes, slot)
-    expected = torch.zeros_like(sums, dtype=torch.float64)
-    counts = [0] * (n // 128)
-    for block in range(grid):
-        own = range(block * tiles // grid, (block + 1) * tiles // grid)
-        for slab in sorted({tile // down for tile in own}):
-            rows = [tile % down * 64 for tile in own if tile // down == slab]
-            columns = slice(slab * 128, slab * 128 + 128)
-            expected[counts[slab], columns] = exact[rows[0] : rows[-1] + 64, columns].sum(0)
-            counts[slab] += 1
-    assert len(sums) == max(counts)
-    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
-    for slab, count in enumerate(counts):
-        assert torch.count_nonzero(sums[count:, slab * 128 : slab * 128 + 128]) == 0
-
-
 def test_large_numbers_forward():
     """Far from 0, gelu(h) is h or 0, also where h's square is infinite in float32."""
     bias = torch.zeros(128, device=DEVICE, dtype=torch.bfloat16)
@@ -288,86 +260,6 @@ def test_a_row_with_nan_spoils_no_other():
     assert torch.all(column_sums(gradient.sums).isnan())
     _, _, exact = same_arithmetic(good, want.slopes, slot)
     assert slot.amax.item() == pytest.approx(exact[others].abs().max().item(), rel=1e-5)
-
-
-def test_amax_is_raised_and_not_replaced():
-    slopes = codes_of(normal(*SMALL[:2]))
-
-    def backward(operands, slot):
-        product_gelu_backward(operands, slopes, slot)
-
-    for call in (lambda operands, slot: product_gelu(operands, None, slot), backward):
-        operands, slot = whole(SMALL), slot_of(E4M3, amax=1000.0)
-        call(operands, slot)
-        assert slot.amax.item() == 1000.0
-        operands.a_scale_inv.fill_(2.0**12)
-        call(operands, slot)
-        assert slot.amax.item() > 1000.0
-
-
-@pytest.mark.parametrize("shape", [(64, 128, 128), (448, 3072, 768), (4160, 640, 1024)])
-def test_repeats(shape):
-    a, b, _, *units = normal_operands(*shape)
-    operands, slopes, bias = Operands(a, b, *units), codes_of(normal(*shape[:2])), normal(shape[1], seed=2)
-    gradient_operands = Operands(a.float().to(E5M2), b, *units)
-    assert_repeats(lambda slot: product_gelu(operands, bias, slot), E4M3)
-    assert_repeats(lambda slot: product_gelu_backward(gradient_operands, slopes, slot), E5M2)
-
-
-def test_graph_replay_equals_eager():
-    shape = (448, 3072, 768)
-    forward, backward, bias = whole(shape), whole(shape, E5M2, seed=1), normal(shape[1])
-    slots = slot_of(E4M3, 8.0), slot_of(E5M2, 16.0)
-
-    def both():
-        q, slopes = product_gelu(forward, bias, slots[0])
-        return q, slopes, *product_gelu_backward(backward, slopes, slots[1]), *(slot.amax for slot in slots)
-
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = both()
-    for seed in (3, 5):
-        for given, fresh in zip(
-            (forward, backward), (whole(shape, E4M3, seed), whole(shape, E5M2, seed + 1)), strict=True
-        ):
-            for ours, theirs in zip(given, fresh, strict=True):
-                ours.copy_(theirs)
-        slots[0].scale.fill_(float(seed))
-        for slot in slots:
-            slot.amax.zero_()
-        eager = [tensor.clone() for tensor in both()]
-        for slot in slots:
-            slot.amax.zero_()
-        graph.replay()
-        for one, other in zip(replayed, eager, strict=True):
-            assert torch.equal(bits(one), bits(other))
-        assert_codes(eager[1], (exact_product(forward) + bias.double()).float().bfloat16())
-
-
-def test_on_another_stream():
-    operands = whole(SMALL)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        _, slopes = product_gelu(operands, None, slot_of(E4M3))
-    stream.synchronize()
-    assert_codes(slopes, exact_product(operands).float().bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        *((shape, True) for shape in SHAPES),
-        *(((128, 128, k), False) for k in (64, 192, 1280, 1600)),
-        *(((m, 128, 128), False) for m in (16, 96)),
-        *(((128, n, 128), False) for n in (64, 192)),
-    ],
-)
-def test_what_fits(shape, expected):
-    m, n, k = shape
-    a, b = (torch.empty(rows, k, device=DEVICE, dtype=E4M3) for rows in (m, n))
-    assert fits(a, b) is expected
 
 
 def test_more_elements_than_int32_counts():

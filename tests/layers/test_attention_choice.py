@@ -81,12 +81,6 @@ def test_a_kernel_that_is_asked_for_is_taken_whatever_is_installed(install, func
         assert (type(made), made.choice, made.dropout) == (reference.Attention, kernel, 0.0)
 
 
-def test_short_sequences_are_not_flash_attentions(install):
-    install(backward)
-    assert why_not_flash(OF_64, 129) is None
-    assert why_not_flash(OF_64, 128) == "sequences of 128 tokens, and FlashAttention 4 is for more than 128"
-
-
 @pytest.mark.parametrize("tokens", [128, 129])
 @pytest.mark.parametrize("function", [backward, None], ids=["installed", "not installed"])
 def test_short_sequences_go_to_torch_only_where_others_go_to_flash_attention(install, function, tokens, monkeypatch):

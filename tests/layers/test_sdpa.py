@@ -96,12 +96,3 @@ def test_why_a_kernel_cannot_run_is_told_in_torchs_words(monkeypatch, kernel):
     monkeypatch.setattr(sdpa, "_one", lambda heads, tokens, dtype, device: one(heads, tokens, dtype, "cpu"))
     assert sdpa.why_not(kernel, HEADS, 16, 0.1) == "Head dim 512 is too large"
     assert asked == [((1, 4, 16, 8), 0.1, True, True)]
-
-
-def test_a_kernel_that_can_run_has_nothing_against_it(monkeypatch):
-    one = sdpa._one
-    monkeypatch.setattr(sdpa, "_one", lambda heads, tokens, dtype, device: one(heads, tokens, dtype, "cpu"))
-    monkeypatch.setattr(sdpa, "can_use_flash_attention", lambda parameters, debug: True)
-    assert sdpa.why_not("flash", HEADS, 16, 0.0) is None
-    monkeypatch.setattr(sdpa, "can_use_flash_attention", lambda parameters, debug: False)
-    assert sdpa.why_not("flash", HEADS, 16, 0.0) == "torch cannot use it here"
