@@ -81,6 +81,8 @@ def why_not_te(config: RunConfig) -> str | None:
         return "it has no scale a row, and this is recipe=rowwise (recipe=current has one a tensor)"
     if (backward := _backward(config)) == "bf16_wgrad":
         return "it has both products of a backward in FP8 or none, and this is precision.backward=bf16_wgrad"
+    if backward == "bf16" and config.recipe.name == "registered":
+        return "a registered recipe says itself what its backward is in, and this is precision.backward=bf16"
     if backward == "bf16" and config.recipe.name == "delayed":
         return "its delayed scaling has no backward in bf16 (recipe=current or block has one)"
     return None
@@ -90,7 +92,7 @@ def why_not_torchao(config: RunConfig) -> str | None:
     """Return why a run cannot have torchao's layers, whatever the machine; None if it can."""
     if config.precision.name in ("fp32", "bf16"):
         return f"it is for FP8, and this is precision={config.precision.name}"
-    if config.recipe.name in ("delayed", "block", "mxfp8"):
+    if config.recipe.name in ("delayed", "block", "mxfp8", "registered"):
         return f"it has the recipes current (tensorwise) and rowwise, not recipe={config.recipe.name}"
     return None
 
@@ -103,7 +105,7 @@ def why_not_emulated(config: RunConfig) -> str | None:
     """Return why a run cannot have the emulated layers; None if it can."""
     if config.precision.name in ("fp32", "bf16"):
         return f"it emulates FP8, and this is precision={config.precision.name}"
-    if config.recipe.name in ("mxfp8", "rowwise"):
+    if config.recipe.name in ("mxfp8", "rowwise", "registered"):
         return f"it has the recipes delayed, current and block, not recipe={config.recipe.name}"
     return None
 

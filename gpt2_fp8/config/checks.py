@@ -68,7 +68,7 @@ def _names(config: RunConfig) -> Iterator[Finding]:
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
             yield Finding.of("plugins", f"plugins: there is no module {name}")
-    for key in () if config.plugins else ("callbacks.extra", "logger.extra", "optimizer.factory"):
+    for key in () if config.plugins else ("callbacks.extra", "logger.extra", "optimizer.factory", "recipe.factory"):
         if value_of(config, key):
             yield finding(config, key, "is registered by no plugin")
 

@@ -121,6 +121,14 @@ class StatelessRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegisteredRecipe:
+    """A recipe of Transformer Engine that a module of one's own has registered (`plugins`)."""
+
+    name: Literal["registered"]
+    factory: str  # the name that it was registered under
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoRecipe:
     """The backend's own."""
 
@@ -289,7 +297,7 @@ class RunConfig:
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig
-    recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
+    recipe: DelayedRecipe | StatelessRecipe | RegisteredRecipe | AutoRecipe
     data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
     optim: OptimConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))

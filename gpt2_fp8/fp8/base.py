@@ -22,12 +22,11 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import (
     AttentionKernel,
     AutoRecipe,
-    DelayedRecipe,
     FP8PrecisionConfig,
     Recompute,
     RunConfig,
-    StatelessRecipe,
 )
+from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.layers import Family, reference, sdpa
 from gpt2_fp8.layers.block import Composed
@@ -61,7 +60,7 @@ class Backend(ABC):
         self.compiled = self.graphs = False
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
-    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
+    def own_recipe(self, auto: AutoRecipe) -> Recipe | None:
         """Return the recipe of a run that names none; None if nothing is scaled."""
         return None
 

@@ -147,6 +147,7 @@ class Emulated(Backend):
         assert recipe is not None
         assert recipe.name != "mxfp8"
         assert recipe.name != "rowwise"
+        assert recipe.name != "registered"
         how = emulated.Emulation(recipe.name, *formats(precision), precision.backward)
         delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
         return emulated.Emulated(how, delayed, self.recompute, self.kernel)

@@ -12,14 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RegisteredRecipe, StatelessRecipe
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
+from gpt2_fp8.runtime import registry
+
+Recipe = DelayedRecipe | StatelessRecipe | RegisteredRecipe
 
 
-def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
+def build_recipe(precision: FP8PrecisionConfig, recipe: Recipe) -> Any:
     """Build the run's `transformer_engine.common.recipe.Recipe`: formats, and how each tensor gets its FP8 scale."""
     from transformer_engine.common import recipe as te
 
+    if isinstance(recipe, RegisteredRecipe):
+        made = registry.make("recipe.factory", recipe.factory, te.Recipe, precision)
+        if isinstance(made, te.DelayedScaling):
+            raise UserError.of(
+                f"recipe.factory={recipe.factory} makes delayed scaling, whose scales would not be saved",
+                "recipe=delayed",
+            )
+        return made
     formats = {"fp8_hybrid": te.Format.HYBRID, "fp8_e4m3": te.Format.E4M3}
     fp8_format = formats[precision.name]
     if isinstance(recipe, DelayedRecipe):

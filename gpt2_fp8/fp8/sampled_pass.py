@@ -45,6 +45,7 @@ class SampledPass:
     def __init__(self, backend: Backend, model: GPT2):
         precision = backend.config.precision
         assert backend.recipe is not None
+        assert backend.recipe.name != "registered", "whose casts are not known"
         assert isinstance(precision, FP8PrecisionConfig)
         self.backend, self.model = backend, model
         self.recipe: Recipe = backend.recipe.name

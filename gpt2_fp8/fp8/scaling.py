@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.runtime import collectives
 
 PASSES = 2
@@ -105,7 +106,7 @@ class FP8Scaling(Scaling):
         cls,
         model: nn.Module,
         config: RunConfig,
-        recipe: DelayedRecipe | StatelessRecipe | None,
+        recipe: Recipe | None,
         backend: str,
         context: Context,
     ) -> FP8Scaling:

@@ -45,7 +45,7 @@ def _gradient_in_e5m2() -> AbstractContextManager[None]:
     from transformer_engine.common.recipe import Format
 
     recipe = entered_recipe()
-    if recipe is None or recipe.fp8_format == Format.HYBRID:
+    if recipe is None or getattr(recipe, "fp8_format", Format.HYBRID) == Format.HYBRID:
         return nullcontext()
     recipe = copy.copy(recipe)
     recipe.fp8_format = Format.HYBRID

@@ -1,4 +1,4 @@
-"""A user's own callbacks, loggers, sources of text and optimizers, by name. Imports no torch.
+"""A user's own callbacks, loggers, sources of text, optimizers and FP8 recipes, by name. Imports no torch.
 
 A module that `plugins=[my_module]` names registers them when it is imported; the configuration then selects them:
 
@@ -30,6 +30,7 @@ _known: dict[str, dict[str, Factory]] = {
     "logger.extra": {},
     "data.source": {},
     "optimizer.factory": {},
+    "recipe.factory": {},
 }
 _folders: list[str] = []  # searched for modules, in addition to Python's own path
 
@@ -57,6 +58,14 @@ def optimizer(name: str) -> Callable[[_F], _F]:
     other the host waits to know.
     """
     return _register("optimizer.factory", name)
+
+
+def recipe(name: str) -> Callable[[_F], _F]:
+    """Register what makes a Transformer Engine `Recipe` from the `precision` group, for `recipe=registered`.
+
+    `recipe.factory=NAME` selects it. It keeps no state between steps: delayed scaling is `recipe=delayed`.
+    """
+    return _register("recipe.factory", name)
 
 
 def load(modules: Sequence[str], folder: Path) -> None:

@@ -86,7 +86,7 @@ def build(
         plan.slower(),
     )
     callbacks: list[Callback] = [*first, throughput]
-    if config.callbacks.fp8_health and plan.recipe is not None:
+    if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
         write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None
         typed = "callbacks.fp8_health_every_n_steps" in own_words.keys(end.words)
         callbacks.append(FP8HealthLog(config, write, typed))

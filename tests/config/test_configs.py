@@ -25,6 +25,7 @@ PARTNERS = {
     "trainer=ddp": [],
     "data=registered": ["plugins=[json]", "data.source=x"],
     "optimizer=registered": ["plugins=[json]", "optimizer.factory=x"],
+    "recipe=registered": ["plugins=[json]", "recipe.factory=x"],
 }
 OTHER_WORDS = {"tensorwise": "current", "blockwise": "block"}  # for the same choice
 REFUSED = {"precision=fp8_e5m2": "E5M2 x E5M2"}  # recipe=mxfp8 is refused only where the GPU cannot do it

@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.fp8.recipes import build_recipe
+from gpt2_fp8.runtime import registry
 
 
 class Format(enum.Enum):
@@ -19,8 +21,12 @@ class Format(enum.Enum):
     HYBRID = "hybrid"
 
 
+class Recipe:
+    pass
+
+
 @dataclass
-class DelayedScaling:
+class DelayedScaling(Recipe):
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -30,7 +36,7 @@ class DelayedScaling:
 
 
 @dataclass
-class Float8CurrentScaling:
+class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     backward_override: str | None = None
 
@@ -58,7 +64,7 @@ STATELESS = {
 def _stand_in(monkeypatch):
     names = ("transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe")
     package, common, recipe = (ModuleType(name) for name in names)
-    for kind in (Format, DelayedScaling, *CLASSES):
+    for kind in (Format, Recipe, DelayedScaling, *CLASSES):
         setattr(recipe, kind.__name__, kind)
     package.common, common.recipe = common, recipe
     for name, module in zip(names, (package, common, recipe), strict=True):
@@ -84,3 +90,17 @@ def test_delayed_scaling_has_its_margin_and_history_and_leaves_the_ranks_to_us(p
     words = "recipe.margin=2", "recipe.amax_history_len=7", f"recipe.amax_compute_algo={algorithm}"
     made = built("recipe=delayed", f"precision={precision}", *words)
     assert made == DelayedScaling(2, form, 7, algorithm, reduce_amax=False, backward_override=None)
+
+
+def test_a_recipe_of_ones_own_is_made_from_the_precision(monkeypatch):
+    monkeypatch.setitem(registry._known, "recipe.factory", {})
+    words = "plugins=[json]", "recipe=registered", "recipe.factory=own", "precision=fp8_e4m3"
+    with pytest.raises(UserError, match="recipe.factory"):
+        built(*words)
+    registry.recipe("own")(lambda precision: Float8CurrentScaling(backward_override=precision.name))
+    assert built(*words) == Float8CurrentScaling(backward_override="fp8_e4m3")
+    registry.recipe("late")(lambda precision: DelayedScaling())
+    with pytest.raises(UserError, match="recipe=delayed"):
+        built("plugins=[json]", "recipe=registered", "recipe.factory=late")
+    with pytest.raises(UserError, match="is registered by no plugin"):
+        preflight(["recipe=registered", "recipe.factory=own"])

@@ -141,6 +141,32 @@ def test_every_recipe_and_format_learns(tmp_path, overrides):
     assert summary(tmp_path / "run")["skipped_steps"] == 0
 
 
+OWN_RECIPE = """
+from gpt2_fp8.runtime import registry
+
+
+@registry.recipe("current in e4m3")
+def recipe(precision):
+    from transformer_engine.common.recipe import Float8CurrentScaling, Format
+
+    return Float8CurrentScaling(fp8_format=Format.E4M3)
+"""
+
+
+def test_a_recipe_of_ones_own_is_that_recipe_and_continues(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_recipe.py").write_text(OWN_RECIPE)
+    own = ["plugins=[own_recipe]", "recipe=registered", "recipe.factory='current in e4m3'"]
+    train(tmp_path / "whole", *own, base=ON_GPU)
+    train_until(8, tmp_path / "legs", *own, base=ON_GPU)
+    train(tmp_path / "legs", "ckpt_path=last", *own, base=ON_GPU)
+    train(tmp_path / "ours", "recipe=current", "precision=fp8_e4m3", base=ON_GPU)
+    whole, legs, ours = (list(metrics(tmp_path / n)["train_loss"].values()) for n in ("whole", "legs", "ours"))
+    assert summary(tmp_path / "whole")["precision"]["ran"] == "fp8_hybrid"
+    assert legs == pytest.approx(whole, rel=2e-3)
+    assert ours == pytest.approx(whole, rel=2e-3)
+
+
 def test_mxfp8_is_refused_on_hopper_with_the_reason(tmp_path):
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has MXFP8")
