@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AttentionKernel, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
 from gpt2_fp8.fp8.fused import Fused
@@ -16,7 +16,6 @@ from gpt2_fp8.fp8.plain import Emulated, Reference, Torchao
 from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 
-NEAREST: tuple[AttentionKernel, ...] = ("flash", "cudnn", "te", "sdpa")  # the fastest first
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (Fused, TransformerEngine, Torchao, Reference, Emulated)
 }
@@ -179,7 +178,7 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
     assert isinstance(config.precision, FP8PrecisionConfig)
     if reason := why_not_recipe(config.recipe.name):
         cause = f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
-        raise UserError.of(cause, _other_recipes(config))
+        raise UserError.of(cause, "recipe=auto")
     asked = config.precision.backend
     if config.precision.fast_accumulation and (reason := Fused.why_not(config)):
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
@@ -191,15 +190,6 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
     return found
 
 
-def _other_recipes(config: RunConfig) -> str:
-    """Name the recipes that every GPU with FP8 has, as far as the run's other settings take them."""
-    other: list[DelayedRecipe | StatelessRecipe] = [StatelessRecipe(name="current")]
-    if why_not_te_fp8() is None:
-        other += [DelayedRecipe(name="delayed", margin=0, amax_history_len=1, amax_compute_algo="max")]
-    able = [one.name for one in other if backend_support.why_not_asked(replace(config, recipe=one)) is None]
-    return ", or ".join(f"recipe={name}" for name in able) or "precision=bf16"
-
-
 def _fastest(config: RunConfig) -> type[Backend]:
     """Return the first of `IN_FP8` that can compute the run. Without Transformer Engine that is torchao.
 
@@ -209,24 +199,19 @@ def _fastest(config: RunConfig) -> type[Backend]:
     if found := next((backend for backend in able if backend.why_not(config) is None), None):
         return found
     cause = f"only torchao's layers can compute this run in FP8, and they cannot here: {Torchao.why_not(config)}"
-    emulated = "" if backend_support.why_not_emulated(config) else ", or precision.backend=emulated, which is slow"
-    raise UserError.of(cause, f'pip install -e ".[torchao]"{emulated}')
+    raise UserError.of(cause, 'pip install -e ".[torchao]"')
 
 
 def _asked(config: RunConfig, name: str) -> type[Backend]:
     """Return the backend with the given name. Raises UserError if it cannot compute the run here."""
     backend = BACKENDS[name]
     if reason := backend.why_not(config):
-        compiled = config.compile is True and backend.why_not(replace(config, compile="auto")) is None
-        remedy = f"{'compile=auto, or ' if compiled else ''}precision.backend=auto"
-        raise UserError.of(f"precision.backend={name} cannot run here: {reason}", remedy)
+        raise UserError.of(f"precision.backend={name} cannot run here: {reason}", "precision.backend=auto")
     return backend
 
 
 def check_attention(backend: Backend) -> None:
     """Raise UserError if the backend's layers cannot take `attention`. It allocates at most one sequence's heads."""
     kernel = backend.config.attention
-    if (reason := backend.why_not_attention(kernel)) is None:
-        return
-    nearest = next(other for other in NEAREST if other != kernel and backend.why_not_attention(other) is None)
-    raise UserError.of(f"attention={kernel} cannot run here: {reason}", f"attention={nearest}, or leave attention out")
+    if reason := backend.why_not_attention(kernel):
+        raise UserError.of(f"attention={kernel} cannot run here: {reason}", "attention=auto")

@@ -126,9 +126,6 @@ class FP8Scaling(Scaling):
             log.info("the checkpoint's FP8 scales are of other settings, and new ones are found")
             return False
         sequences = saved.pop("sequences", self.sequences)  # older checkpoints do not have it
-        if reason := state.why_not_usable(saved):
-            log.warning("the checkpoint's FP8 scales are not used, and new ones are found: %s", reason)
-            return False
         with self.context():
             state.restore(self.model, saved)
         if sequences != self.sequences:  # a rank's share of a step has changed

@@ -33,7 +33,6 @@ from gpt2_fp8.runtime import collectives
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the last part of a state's name
 JUMP = 2.0**10
-_LARGEST = 2.0**100  # the largest scale or amax that a real tensor reaches
 
 
 @dataclass(frozen=True)
@@ -114,23 +113,6 @@ def capture(model: nn.Module) -> dict[str, Tensor]:
         tensors[f"{state.name}.scale"] = state.scale.detach().cpu().clone()
         tensors[f"{state.name}.amax_history"] = state.amax_history.detach().cpu().clone()
     return tensors
-
-
-def why_not_usable(saved: dict[str, Tensor]) -> str | None:
-    """Return why a captured state cannot quantize anything; None if it can.
-
-    The reason is a scale or an amax that no tensor of a run has. An amax that is not finite is allowed: a run may have
-    saved it, and it is ignored (`limited`).
-    """
-    for name, tensor in saved.items():
-        values = tensor.double()
-        if name.endswith(".scale"):
-            odd = values[~((values >= 1 / _LARGEST) & (values <= _LARGEST))]  # NaN, too
-            if odd.numel():
-                return f"{name} has {odd[0].item():g}"
-        elif (values.isfinite() & ((values < 0) | (values > _LARGEST))).any():
-            return f"{name} has amaxes from {values.min().item():g} to {values.max().item():g}"
-    return None
 
 
 def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:

@@ -107,7 +107,6 @@ def test_fp8_where_it_can_run(config):
 def test_recipe_the_gpu_cannot_do_is_refused(config):
     problem = refusal(config(recipe="mxfp8"))
     assert problem.cause.startswith("recipe=mxfp8 cannot run on this GPU: it needs compute capability 10.0")
-    assert problem.remedy == "recipe=current, or recipe=delayed"
 
 
 def test_gpu_without_fp8_falls_back_to_compiled_bf16(config, monkeypatch):
@@ -287,7 +286,6 @@ def test_emulated_layers_are_compiled_on_a_gpu_that_converts(config, monkeypatch
 def test_a_compilation_that_cannot_be_right_is_refused(config, monkeypatch):
     problem = refusal(config(backend="emulated", recipe="block", compile=True), "cpu")
     assert "compiler for CPUs computes blocks at the edge wrongly" in problem.cause
-    assert problem.remedy == "compile=auto, or precision.backend=auto"  # the first keeps FP8's numbers
     assert not resolve(config(backend="emulated", recipe="block", compile="auto"), "cpu").backend.compiled
     assert resolve(config(backend="emulated", recipe="current", compile=True), "cpu").backend.compiled
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -362,7 +360,6 @@ def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatc
     problem = refusal(wgrad(config(recipe="auto")))
     assert problem.cause.endswith("they cannot here: torchao is not installed")
     assert ".[torchao]" in problem.remedy
-    assert "or precision.backend=emulated" in problem.remedy
 
 
 # CUDA graphs
