@@ -53,22 +53,8 @@ def fused():
 SCALE, HISTORY = "scales.scaling_fwd.scale", "scales.scaling_bwd.amax_history"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e38, 1e-38])
-def test_109_a_scale_that_no_tensor_has_is_found_anew(value, caplog):
-    scales, owner = fused()
-    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), SCALE: torch.tensor([value])})
-    assert not owner.take()  # so that the run calibrates
-    assert f"scales are not used, and new ones are found: {SCALE} has" in caplog.text
-    assert (scales.scale == 1).all()
 
 
-@pytest.mark.parametrize("value", [-1.0, 1e38])
-def test_109_nor_is_a_magnitude_that_no_tensor_has(value, caplog):
-    _, owner = fused()
-    history = torch.tensor([[0.0], [value], [float("nan")], [2.0]])
-    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), HISTORY: history})
-    assert not owner.take()
-    assert f"{HISTORY} has amaxes from" in caplog.text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 3.0])

@@ -95,7 +95,7 @@ def test_delayed_scaling_has_its_margin_and_history_and_leaves_the_ranks_to_us(p
 def test_a_recipe_of_ones_own_is_made_from_the_precision(monkeypatch):
     monkeypatch.setitem(registry._known, "recipe.factory", {})
     words = "plugins=[json]", "recipe=registered", "recipe.factory=own", "precision=fp8_e4m3"
-    with pytest.raises(UserError, match="recipe.factory"):
+    with pytest.raises(UserError, match=r"recipe\.factory"):
         built(*words)
     registry.recipe("own")(lambda precision: Float8CurrentScaling(backward_override=precision.name))
     assert built(*words) == Float8CurrentScaling(backward_override="fp8_e4m3")

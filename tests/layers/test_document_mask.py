@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.fp8.base import twin_of
 from gpt2_fp8.fp8.resolve import resolve
@@ -66,11 +65,6 @@ def test_the_separator_is_of_the_document_that_it_ends_or_begins():
     for begins, rows in of.items():
         seen = within_documents(torch.tensor([[1, 2, END, 3]]), END, torch.float32, begins)[0, 0] == 0
         assert seen.int().tolist() == rows, begins
-
-
-def test_sequences_of_a_batch_have_their_own_documents():
-    ids = torch.cat((text(3, batch=1), text(17, batch=1)))
-    assert torch.equal(within_documents(ids, END, torch.float32)[:, 0] == 0, allowed(ids))
 
 
 @pytest.mark.parametrize("places", PLACES)
@@ -186,10 +180,3 @@ def test_generated_text_does_not_look_back_beyond_a_separator():
     prompts = [[*before, END, 5] for before in ([1, 2, 3], [99, 98, 97])]
     drawn = [generate(of.model.eval(), prompt, 8, 257, TOKENS, seed=0) for prompt in prompts]
     assert drawn[0] == drawn[1]
-
-
-def test_a_tokenizer_that_is_gone_is_told(tmp_path, monkeypatch):
-    of = engine("precision=fp32", "document_mask=true")
-    monkeypatch.setattr("gpt2_fp8.config.tokenizer_file.separator", lambda name: None)
-    with pytest.raises(UserError, match="which id ends a document"):
-        of.plan.backend.build(257)

@@ -266,11 +266,3 @@ def in_place(gradient):
 )
 def test_whose_gradient_it_is(real, options, expected):
     assert handed_on(real, **options) == [expected]
-
-
-def test_part_of_it_is_another(real):
-    dx = torch.ones(6, 4)
-    received = real.Received(Gradient(dx))
-    assert received.is_of(dx.view(2, 3, 4).reshape(6, 4))
-    assert not received.is_of(dx[:3])
-    assert not received.is_of(dx.view(3, 8))

@@ -109,18 +109,6 @@ def test_a_backward_in_bf16_multiplies_the_original_operands(settings, recipe, b
     assert max(far.values()) < 0.1
 
 
-@pytest.mark.parametrize(("precision", "gradient"), [("fp8_hybrid", "float8_e5m2"), ("fp8_e4m3", "float8_e4m3fn")])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_formats_are_the_precisions(settings, precision, gradient, recipe):
-    settings = replace(settings, name=precision)
-    block, head = (float8_config(settings, recipe, head) for head in (False, True))
-    for config, expected in ((block, getattr(torch, gradient)), (head, torch.float8_e5m2)):
-        assert config.cast_config_grad_output.target_dtype == expected
-        assert config.cast_config_grad_output_for_grad_weight.target_dtype == expected
-        assert config.cast_config_input.target_dtype == config.cast_config_weight.target_dtype == torch.float8_e4m3fn
-        assert not config.emulate
-
-
 @pytest.mark.parametrize(
     ("name", "recipe", "precision", "backward"),
     [
