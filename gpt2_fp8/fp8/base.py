@@ -19,13 +19,7 @@ from gpt2_fp8.config import mixture, tokenizer_file
 from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import (
-    AttentionKernel,
-    AutoRecipe,
-    FP8PrecisionConfig,
-    Recompute,
-    RunConfig,
-)
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
 from gpt2_fp8.layers import Family, reference, sdpa

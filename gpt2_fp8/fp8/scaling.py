@@ -103,12 +103,7 @@ class FP8Scaling(Scaling):
 
     @classmethod
     def of_run(
-        cls,
-        model: nn.Module,
-        config: RunConfig,
-        recipe: Recipe | None,
-        backend: str,
-        context: Context,
+        cls, model: nn.Module, config: RunConfig, recipe: Recipe | None, backend: str, context: Context
     ) -> FP8Scaling:
         """Return the scales of a run's model, which `backend` computes."""
         precision = config.precision

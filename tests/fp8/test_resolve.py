@@ -370,13 +370,7 @@ FITS = SMALL_TOKENS // POSITIONS  # sequences of the largest micro-batch that is
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("micro_batch_size", "cuda_graphs", "expected"),
-    [
-        (FITS, "auto", True),
-        (FITS + 1, "auto", False),
-        (FITS + 1, True, True),
-        (1, True, True),
-        (1, False, False),
-    ],
+    [(FITS, "auto", True), (FITS + 1, "auto", False), (FITS + 1, True, True), (1, True, True), (1, False, False)],
 )
 def test_graphs_are_for_small_micro_batches_unless_told(config, micro_batch_size, cuda_graphs, expected):
     plan = resolve(config(micro_batch_size=micro_batch_size, cuda_graphs=cuda_graphs), "cuda")

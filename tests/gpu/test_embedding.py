@@ -9,15 +9,7 @@ pytestmark = pytest.mark.fp8
 
 VOCABULARY = 300
 # batch, tokens, columns: fewer places than a chunk has, as many, one more; more than torch sorts in one block (4,096)
-SHAPES = [
-    (1, 1, 16),
-    (1, 31, 48),
-    (2, 16, 64),
-    (3, 11, 768),
-    (1, 129, 1600),
-    (5, 96, 272),
-    (3, 1408, 16),
-]
+SHAPES = [(1, 1, 16), (1, 31, 48), (2, 16, 64), (3, 11, 768), (1, 129, 1600), (5, 96, 272), (3, 1408, 16)]
 # lengths of the runs that sorted ids make: chunks have 32 places, four of which are handled together
 RUNS = [
     [32, 32, 32],

@@ -107,15 +107,6 @@ def scales_of(model, backend):
     return owner.state_dict()
 
 
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_scales_of_other_settings_are_not_taken(backend):
-    model, fp8 = calibrated(backend)
-    owner = fp8.scaling(model)
-    owner.load_state_dict(scales_of(model, fp8))
-    owner.settings = "delayed, in another format"
-    assert not owner.take()
-
-
 def test_kept_layers_run_in_bf16():
     model, fp8 = build("te", keep_bf16=["first", "head"]), computing("te")
     calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_fp8.config.block_spec import Heads, gpt2_heads
+from gpt2_fp8.config.block_spec import Heads
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.layers import te
-from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
+from gpt2_fp8.layers.attention import FlashAttention, flash_backward
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.model.loss import split
 from tests.gpu import common
@@ -263,15 +263,6 @@ def test_a_step_takes_its_scales_from_the_steps_before():
     assert torch.equal(scales.scale_inv[:, 0], 1 / scales.scale)
 
 
-def test_transformer_engines_scales_are_not_taken():
-    """The settings under which scales were found name the layers, whose tensors are others."""
-    plans = (resolve(composed(f"precision.backend={name}"), "cuda") for name in ("fused", "te"))
-    ours, theirs = (plan.backend.scaling(build("fused")) for plan in plans)
-    assert ours.settings != theirs.settings
-    ours.load_state_dict({"settings": theirs.settings})
-    assert not ours.take()
-
-
 # What runs
 
 
@@ -392,10 +383,3 @@ def test_attention_matches_float64(kernel, n_head, size, batch, positions):
     for ours, exact in zip((out, *gradient.chunk(3, -1)), (expected[0], *expected[1].chunk(3, -1)), strict=True):
         assert (ours.double() - exact).norm() < 0.01 * exact.norm()  # bf16 rounds by 2^-9, a few times over
         assert (ours.double() - exact).abs().max() < 0.03 * exact.abs().max()
-
-
-def test_which_attention_a_model_has():
-    flash = flash_backward() is not None
-    assert isinstance(attention(gpt2_heads(4, 256)), FlashAttention) == flash
-    assert isinstance(attention(gpt2_heads(2, 256)), FlashAttention) == flash
-    assert isinstance(attention(gpt2_heads(8, 256)), te.Attention)

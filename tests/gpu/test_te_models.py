@@ -10,18 +10,7 @@ from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.layers import reference, te
 from gpt2_fp8.layers.reference import angles
 from gpt2_fp8.model.generate import generate
-from tests.gpu.common import (
-    CONFIG,
-    VOCAB,
-    bf16,
-    build,
-    calibrated,
-    error,
-    evaluating,
-    gradients,
-    hopper,
-    tokens,
-)
+from tests.gpu.common import CONFIG, VOCAB, bf16, build, calibrated, error, evaluating, gradients, hopper, tokens
 
 pytestmark = pytest.mark.fp8
 BANDS = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_positions": 64}

@@ -10,12 +10,7 @@ from gpt2_fp8.model.loss import NO_PENALTY, cross_entropy, loss_of, split
 from tests.common import build as plain
 from tests.common import ids
 
-WEIGHTS = [
-    {"z_loss": 0.01},
-    {"z_loss": 0.7},
-    {"logit_l2": 0.3},
-    {"z_loss": 0.02, "logit_l2": 0.1},
-]
+WEIGHTS = [{"z_loss": 0.01}, {"z_loss": 0.7}, {"logit_l2": 0.3}, {"z_loss": 0.02, "logit_l2": 0.1}]
 weights = pytest.mark.parametrize("given", WEIGHTS, ids=str)
 
 

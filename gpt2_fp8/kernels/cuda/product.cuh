@@ -57,7 +57,7 @@ __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
 }
 
-// One line of a tile of a. See `product_gelu.py` for the order of the map's dimensions.
+// One line of a tile of a. See `product.py` for the order of the map's dimensions.
 __device__ __forceinline__ void fetch_tile(u8* to, const TensorMap* map, int line, int tile, u64* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"

@@ -6,7 +6,7 @@
 //
 // A tile is ROWS columns of a by COLUMNS of b. A block has two warp groups (half of the rows each) and a producer. The
 // CLUSTER blocks of a cluster have neighbouring columns of a and the same of b: each loads a share of b for all. A
-// cluster multiplies a list of segments, each a part of M for one tile (`segments.py`). The sums of most go through
+// cluster multiplies a list of segments, each a part of M for one tile (`weight_gradient.py`). The sums of most go through
 // memory. The tile's owner adds them in the order of their slots, so the result is always the same.
 //
 // The tensor cores' own sums have few bits. So those of BLOCK numbers are added to float32 sums in registers, PART
