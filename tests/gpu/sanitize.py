@@ -4,8 +4,7 @@
 
 memcheck (accesses outside of what was allocated, or misaligned), racecheck (shared memory), synccheck (barriers) and
 initcheck (reads of what was never written) run side by side, in some three minutes. Torch's allocator is off: it takes
-blocks of 2 MB, in which an access beyond a tensor's end goes unnoticed. Reports that are no fault of ours are listed,
-with reasons, in `sanitizer.suppressions`.
+blocks of 2 MB, in which an access beyond a tensor's end goes unnoticed.
 
 Exits 0 where all is clean, 1 with a finding or an unfinished tool, 2 where there is no compute-sanitizer or no GPU.
 """
@@ -20,14 +19,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SUPPRESSIONS = Path(__file__).with_name("sanitizer.suppressions")
 CALLS = [sys.executable, "-m", "tests.gpu.sanitize_calls"]
 DONE = "every kernel was called"  # their last line
 # A red zone behind each allocation: the next one may lie right behind it. What torch asks of CUDA and is refused shows
@@ -44,12 +40,6 @@ MARK = "========="
 NO_FINDING = re.compile(r"COMPUTE-SANITIZER|[A-Z]+ SUMMARY:|Target application returned an error|Saved|$")
 
 
-class Suppression(NamedTuple):
-    tool: str
-    report: re.Pattern[str]
-    why: str
-
-
 def find() -> str | None:
     """compute-sanitizer: as COMPUTE_SANITIZER says, on the PATH, in CUDA's folder, or in NVIDIA's wheel."""
     said = os.environ.get("COMPUTE_SANITIZER")
@@ -60,19 +50,6 @@ def find() -> str | None:
     packages = Path(sysconfig.get_paths()["purelib"])
     places += sorted(packages.glob("nvidia/*/compute-sanitizer/compute-sanitizer"))
     return next((str(place) for place in places if place.is_file() and os.access(place, os.X_OK)), None)
-
-
-def read_suppressions(text: str) -> list[Suppression]:
-    """Raises ValueError for a line without a reason, or of a tool that there is not."""
-    made = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if line.startswith("#"):
-            continue
-        tool, report, why = (part.strip() for part in line.split(" | ", 2))
-        if tool not in TOOLS or not why:
-            raise ValueError(line)
-        made.append(Suppression(tool, re.compile(report, re.DOTALL), why))
-    return made
 
 
 def findings(output: str) -> list[str]:
@@ -93,18 +70,17 @@ def findings(output: str) -> list[str]:
     return ["\n".join(lines) for lines in reports]
 
 
-def judge(tool: str, status: int, output: str, suppressions: Sequence[Suppression]) -> tuple[list[str], int]:
-    """What is wrong, and how many reports were suppressed."""
-    reports, patterns = findings(output), [s.report for s in suppressions if s.tool == tool]
-    wrong = [report for report in reports if not any(pattern.search(report) for pattern in patterns)]
-    suppressed, end = len(reports) - len(wrong), f"status {status}; its last lines:\n{output[-2000:]}"
+def judge(tool: str, status: int, output: str) -> list[str]:
+    """What is wrong: each report of a tool, or why there is none."""
+    wrong = findings(output)
+    end = f"status {status}; its last lines:\n{output[-2000:]}"
     if DONE not in output:
         wrong.append(f"the calls did not come to their end: {end}")
     elif status not in (0, FOUND) or " SUMMARY:" not in output:
         wrong.append(f"{tool} itself failed: {end}")
-    elif status == FOUND and not reports:
+    elif status == FOUND and not wrong:
         wrong.append(f"{tool} reports what this program cannot read: {end}")
-    return wrong, suppressed
+    return wrong
 
 
 def run_tool(sanitizer: str, tool: str) -> tuple[int, str]:
@@ -130,7 +106,6 @@ def main() -> int:
     if sanitizer is None:
         print("no compute-sanitizer: it is part of CUDA's toolkit; or name it by COMPUTE_SANITIZER=PATH")
         return 2
-    suppressions = read_suppressions(SUPPRESSIONS.read_text())
     # Without a tool first: whether it runs at all, and so that no tool waits for compilers.
     plain = subprocess.run(CALLS, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if plain.returncode or DONE not in plain.stdout:
@@ -140,8 +115,8 @@ def main() -> int:
         results = list(threads.map(partial(run_tool, sanitizer), TOOLS))
     bad = 0
     for tool, (status, output) in zip(TOOLS, results, strict=True):
-        wrong, suppressed = judge(tool, status, output, suppressions)
-        print(f"{tool}: {f'{len(wrong)} findings' if wrong else 'clean'}, {suppressed} suppressed")
+        wrong = judge(tool, status, output)
+        print(f"{tool}: {f'{len(wrong)} findings' if wrong else 'clean'}")
         for report in wrong:
             print("  " + report.replace("\n", "\n  "))
         bad += bool(wrong)

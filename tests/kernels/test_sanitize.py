@@ -16,15 +16,11 @@ every kernel was called
 """
 
 
-def test_reports_are_told_apart_and_those_of_a_tool_are_suppressed():
-    assert sanitize.judge("memcheck", 0, CLEAN, []) == ([], 0)
-    listed = sanitize.read_suppressions("# why\n\nracecheck | product_gelu.*Read access | the engine is waited for\n")
-    wrong, suppressed = sanitize.judge("racecheck", sanitize.FOUND, RACE, listed)
-    assert ([report.splitlines()[0] for report in wrong], suppressed) == (
-        ["Invalid __global__ read of size 16 bytes"], 1,
-    )  # fmt: skip
-    assert len(sanitize.judge("memcheck", sanitize.FOUND, RACE, listed)[0]) == 2
-    assert all(s.why for s in sanitize.read_suppressions(sanitize.SUPPRESSIONS.read_text()))
+def test_reports_are_told_apart():
+    assert sanitize.judge("memcheck", 0, CLEAN) == []
+    race, invalid = sanitize.judge("racecheck", sanitize.FOUND, RACE)
+    assert "Read access at product_gelu" in race
+    assert invalid.startswith("Invalid __global__ read of size 16 bytes")
 
 
 @pytest.mark.parametrize(
@@ -36,5 +32,4 @@ def test_reports_are_told_apart_and_those_of_a_tool_are_suppressed():
     ],
 )
 def test_what_was_not_done_is_not_clean(status, output, word):
-    wrong, _ = sanitize.judge("memcheck", status, output, [])
-    assert word in wrong[-1]
+    assert word in sanitize.judge("memcheck", status, output)[-1]
