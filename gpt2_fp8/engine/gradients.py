@@ -14,7 +14,7 @@ from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import LossOf
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.fp8.scaling import Context, Scaling, Undo
+from gpt2_fp8.fp8.scaling import Context, FP8Scaling, Undo
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.runtime import signals
@@ -40,7 +40,7 @@ class Gradients:
         self,
         plan: Plan,
         model: GPT2,
-        scaling: Scaling,
+        scaling: FP8Scaling,
         backward: Backward,
         no_sync: NoSync = nullcontext,
         forward_context: Context | None = None,

@@ -21,7 +21,7 @@ from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
-from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers import Family, reference, sdpa
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
@@ -170,10 +170,10 @@ class Backend(ABC):
         """
         return loss_of(model, ids, None, scale, ids.is_cuda and not compiled, self.config.penalty, targets)
 
-    def scaling(self, model: GPT2) -> Scaling:
+    def scaling(self, model: GPT2) -> FP8Scaling:
         """Return the owner of the model's FP8 scales."""
         if not self.fp8:
-            return Scaling()
+            return FP8Scaling.of_nothing()
         return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @contextmanager

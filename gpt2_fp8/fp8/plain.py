@@ -13,7 +13,7 @@ from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
 from gpt2_fp8.fp8.recipes import delayed_scaling, float8_config, formats, weight_dtype
-from gpt2_fp8.fp8.scaling import Scaling
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.fp8.support import has_fp8_conversion, why_no_torchao, why_not_rowwise, why_not_te_fp8
 from gpt2_fp8.layers import Family, emulated, reference, torchao
 from gpt2_fp8.layers.block import Composed
@@ -94,9 +94,9 @@ class Torchao(Backend):
         return super().loss(model, ids, None, scale, targets)
 
     @override
-    def scaling(self, model: GPT2) -> Scaling:
+    def scaling(self, model: GPT2) -> FP8Scaling:
         """See `Backend`. No scale outlives its product."""
-        return Scaling()
+        return FP8Scaling.of_nothing()
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.fp8 import state
@@ -29,64 +28,8 @@ Context = Callable[[], AbstractContextManager]
 Undo = Callable[[], None]
 
 
-class Scaling:
-    """What a training step asks of a model's scales. This one is of bf16 and fp32, where nothing is scaled.
-
-    Attributes:
-        ready: whether forwards may run: scales were found, or none are needed.
-    """
-
-    ready = True
-
-    def take(self) -> bool:
-        """Give the layers the checkpoint's scales. Returns False if there are none, or only of other settings.
-
-        Call it once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
-        of other layers.
-        """
-        return True
-
-    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor) -> None:
-        """Find the first scales from one micro-batch. For the arguments see `fp8.scaling.calibrate`."""
-
-    def remember(self) -> Undo:
-        """Copy scales and histories, and return a function that puts them back.
-
-        For a step that begins again or is left out.
-        """
-        return lambda: None
-
-    def trial(self) -> Undo:
-        """Return a function that forgets the scales found meanwhile: training finds its own, or a checkpoint's."""
-        return lambda: None
-
-    def agree(self) -> None:
-        """Give all ranks the same state. Collective: see `state.agree`."""
-
-    def absurd(self, micro_batches: int) -> Tensor | None:
-        """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
-
-        Returns float32 on the device; None without stored scales. See `fp8.state.absurd`.
-        """
-        return None
-
-    def limit(self, micro_batches: int) -> None:
-        """Keep such amaxes from becoming scales. Call it before the next forward."""
-
-    def unchanged(self) -> AbstractContextManager:
-        """Keep the histories unchanged by forwards that are not training."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return scales and histories as CPU tensors, and what decided them; {} without stored scales."""
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep a checkpoint's state until `take`."""
-
-
-class FP8Scaling(Scaling):
-    """The scales of a model whose GEMMs run in FP8.
+class FP8Scaling:
+    """What a training step asks of a model's scales.
 
     Args:
         model: on its device, or not there yet; it has scales from its first FP8 forward on.
@@ -94,6 +37,9 @@ class FP8Scaling(Scaling):
             its settings were the same. None: a recipe without stored scales, which needs no calibration.
         sequences: how many a rank computes in a step. Its gradients, and so their amaxes, are of the mean over them.
         context: the forward context under which layers allocate their state.
+
+    Attributes:
+        ready: whether forwards may run: scales were found, or none are needed.
     """
 
     def __init__(self, model: nn.Module, settings: str | None, sequences: int, context: Context):
@@ -112,10 +58,21 @@ class FP8Scaling(Scaling):
         share = config.global_batch_size // collectives.rank_and_world()[1]
         return cls(model, settings if isinstance(recipe, DelayedRecipe) else None, share, context)
 
-    @override
+    @classmethod
+    def of_nothing(cls) -> FP8Scaling:
+        """Return the scales of a model in which nothing is scaled."""
+        return cls(nn.Module(), None, 1, nullcontext)
+
     def take(self) -> bool:
+        """Give the layers the checkpoint's scales. Returns False if there are none, or only of other settings.
+
+        Call it before the first forward, with the model on its device. Raises KeyError or ValueError for a state of
+        other layers.
+        """
+        if self.settings is None:
+            return True
         saved, self._saved = self._saved, {}
-        if self.settings is None or "settings" not in saved:
+        if "settings" not in saved:
             return False
         if saved.pop("settings") != self.settings:
             log.info("the checkpoint's FP8 scales are of other settings, and new ones are found")
@@ -128,16 +85,16 @@ class FP8Scaling(Scaling):
         self.ready = True
         return True
 
-    @override
     def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+        """Find the first scales from one micro-batch. For the arguments see `fp8.scaling.calibrate`."""
         calibrate(self.model, loss_of, ids, self.context, share=len(ids) / self.sequences)
 
-    @override
     def remember(self) -> Undo:
+        """Copy scales and histories, and return a function that puts them back, for a step that begins again."""
         return state.kept(self.model)
 
-    @override
     def trial(self) -> Undo:
+        """Return a function that forgets the scales found meanwhile: training finds its own, or a checkpoint's."""
         if self.ready:
             return lambda: None
         saved = self.state_dict()
@@ -148,32 +105,32 @@ class FP8Scaling(Scaling):
 
         return undo
 
-    @override
     def agree(self) -> None:
+        """Give all ranks the same state. Collective: see `state.agree`."""
         state.agree(self.model)
 
-    @override
     def absurd(self, micro_batches: int) -> Tensor | None:
+        """Count the FP8 tensors whose amax has jumped in a step; None without stored scales. See `state.absurd`."""
         return state.absurd(self.model, micro_batches)
 
-    @override
     def limit(self, micro_batches: int) -> None:
+        """Keep such amaxes from becoming scales. Call it before the next forward."""
         state.limit(self.model, micro_batches)
 
-    @override
     def unchanged(self) -> AbstractContextManager:
+        """Keep the histories unchanged by forwards that are not training."""
         return state.unchanged(self.model)
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """Return scales and histories as CPU tensors, and what decided them; {} without stored scales."""
         if self.settings is None:
             return {}
         if not self.ready:  # before the first forward, the checkpoint's state is the newest
             return dict(self._saved)
         return {"settings": self.settings, "sequences": self.sequences, **state.capture(self.model)}
 
-    @override
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Keep a checkpoint's state until `take`."""
         self._saved = dict(saved)
 
 

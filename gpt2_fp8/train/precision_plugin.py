@@ -21,7 +21,7 @@ from gpt2_fp8.fp8 import convert
 from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.convert import Conversion, Recipe
 from gpt2_fp8.fp8.resolve import Plan, resolve
-from gpt2_fp8.fp8.scaling import FP8Scaling, Scaling
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.fp8.state import agree
 from gpt2_fp8.runtime import devices
 
@@ -73,7 +73,7 @@ class FP8Precision(MixedPrecision):
         self.converted: list[str] = []
         self._conversion: Conversion | None = None
         self._module: nn.Module | None = None  # the one that was converted
-        self._scaling = Scaling()
+        self._scaling = FP8Scaling.of_nothing()
         if isinstance(found, Conversion):
             self._conversion = found
         else:
