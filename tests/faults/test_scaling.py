@@ -53,10 +53,6 @@ def fused():
 SCALE, HISTORY = "scales.scaling_fwd.scale", "scales.scaling_bwd.amax_history"
 
 
-
-
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 3.0])
 def test_109_what_a_run_may_have_saved_is_taken(value):
     scales, owner = fused()
