@@ -157,3 +157,17 @@ def assert_same_gradients(ours, expected):
     """Bit for bit."""
     assert ours.keys() == expected.keys()
     assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
+
+
+def assert_like_bf16(backend, ids=None, config=CONFIG, rel=2e-3, most=0.12, **settings):
+    """Hold an FP8 model, its scales found on `ids`, to bf16's loss and gradients; return it, its backend and both.
+
+    Three mantissa bits in every product make the gradients differ by some 0.07.
+    """
+    ids = tokens() if ids is None else ids
+    expected_loss, expected = gradients(build("reference", config=config), ids, False, bf16)
+    model, fp8 = calibrated(backend, ids=ids, config=config, **settings)
+    loss, ours = gradients(model, ids, True, fp8.forward_context)
+    assert loss == pytest.approx(expected_loss, rel=rel)
+    assert 0 < error(ours, expected) < most
+    return model, fp8, ours, expected

@@ -17,6 +17,7 @@ from tests.gpu.kernels import (
     cast_transpose,
     column_sums,
     empty_pair,
+    need,
     normal,
     reduce_columns,
     slot_of,
@@ -185,8 +186,7 @@ def test_reduce_columns_whose_rows_lie_apart(which):
 
 
 def test_more_elements_than_int32_counts():
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free GPU memory")
+    need(16)
     m, n = 65552, 32784
     assert m * n > 2**31
     x = torch.zeros(m, n, device=DEVICE, dtype=torch.bfloat16)

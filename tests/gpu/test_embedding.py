@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.kernels import DEVICE, bits, embed, embedding_gradient, normal, positions_gradient
+from tests.gpu.kernels import DEVICE, bits, embed, embedding_gradient, need, normal, positions_gradient
 
 pytestmark = pytest.mark.fp8
 
@@ -213,8 +213,7 @@ def test_recorded_in_a_cuda_graph(batch, tokens):
 
 
 def test_more_elements_than_int32_counts():
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free GPU memory")
+    need(16)
     batch, tokens, columns = 32, 16400, 4096
     assert batch * tokens * columns > 2**31
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=DEVICE)

@@ -7,6 +7,7 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import calibrate
 from tests.gpu.common import (
     FAMILIES,
+    assert_like_bf16,
     bf16,
     build,
     calibrated,
@@ -43,12 +44,7 @@ def test_bf16_equals_the_reference():
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
 @pytest.mark.parametrize(("backend", "recipe"), KINDS)
 def test_fp8_is_close_to_bf16_from_the_first_step(backend, recipe, precision):
-    ids = tokens()
-    expected_loss, expected = gradients(build("reference"), ids, False, bf16)
-    model, fp8 = calibrated(backend, recipe, precision)
-    loss, ours = gradients(model, ids, True, fp8.forward_context)
-    assert loss == pytest.approx(expected_loss, rel=2e-3)
-    assert 0 < error(ours, expected) < 0.12  # three mantissa bits in every product
+    assert_like_bf16(backend, recipe=recipe, precision=precision)
 
 
 def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():

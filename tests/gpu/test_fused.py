@@ -19,7 +19,6 @@ from tests.gpu.common import CONFIG, VOCAB, build, calibrated, composed, error, 
 
 pytestmark = [pytest.mark.fp8, hopper]
 
-CLOSE = 0.12  # as Transformer Engine's layers are held to
 HEAD = "gpt2_fp8.layers.head"  # imported by the tests alone: it needs Triton
 
 
@@ -31,13 +30,8 @@ def _deterministic():
 
 def against_bf16(ids, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute="none"):
     """The fused model after it was held to bf16's loss and gradients on `ids`, and its plugin."""
-    expected_loss, expected = gradients(build("reference", config=config), ids, False, common.bf16)
-    model, fp8 = calibrated(
-        "fused", precision=precision, ids=ids, keep_bf16=keep_bf16, config=config, recompute=recompute
-    )
-    loss, ours = gradients(model, ids, True, fp8.forward_context)
-    assert loss == pytest.approx(expected_loss, rel=2e-3)
-    assert 0 < error(ours, expected) < CLOSE
+    settings = {"precision": precision, "keep_bf16": keep_bf16, "recompute": recompute}
+    model, fp8, ours, expected = common.assert_like_bf16("fused", ids, config, **settings)
     for name, gradient in expected.items():  # a part that is wrong would drown in the norm of all
         if name.endswith("weight"):
             assert error({name: ours[name]}, {name: gradient}) < 0.4, name

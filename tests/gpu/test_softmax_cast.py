@@ -12,6 +12,7 @@ from tests.gpu.kernels import (
     assert_fp8,
     assert_transposed,
     bits,
+    need,
     normal,
     ordinal,
     softmax_gradient_cast,
@@ -203,8 +204,7 @@ def test_both_implementations_agree(rows, vocab_size, columns, monkeypatch):
 
 
 def test_more_elements_than_int32_counts(implementation):
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free GPU memory")
+    need(16)
     m, n, vocab_size = 65552, 32784, 32769
     assert m * n > 2**31
     logits = torch.full((m, n), -200.0, device=DEVICE, dtype=torch.bfloat16)
