@@ -106,7 +106,7 @@ class Training:
             log.info(line)
         check_batch(config, world_size)
         config, self._limit, epoch_ends = resolve_length(config, typed)
-        self.checkpointing.intervals.kept.add(epoch_ends)
+        self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
         self.checkpoint = setup.find_checkpoint(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         if ranks.is_first_rank():
@@ -143,7 +143,7 @@ class Training:
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if validates and checkpointing.validations.step != trainer.global_step:
+        if validates and checkpointing.tracker.validated_step != trainer.global_step:
             # The process before this one ended between the last step and its validation.
             trainer.validate(module, datamodule=self.parts.data, verbose=False)
         self.divergence.policy.validated(trainer.global_step, self.last_val_loss())
@@ -205,7 +205,7 @@ class Training:
         summary.tokens = trainer.global_step * throughput.tokens_per_step
         summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
         summary.tokens_per_second = throughput.median_rate
-        summary.checkpoint_stall_seconds = self.checkpointing.stall.longest
+        summary.checkpoint_stall_seconds = self.checkpointing.longest_stall
         summary.divergence = DivergenceReport(**self.divergence.policy.report())
         summary.skipped_steps = self.divergence.policy.skipped
         if best is not None:

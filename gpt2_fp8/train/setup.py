@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from gpt2_fp8.callbacks.same_run import log_kernels
-from gpt2_fp8.checkpoint import find, space
+from gpt2_fp8.checkpoint import find, lock
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -57,8 +57,8 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     saved = config.callbacks
     permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
     between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
-    at_once = space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
-    space.require(checkpoints, at_once * space.checkpoint_bytes(parameters, state))
+    at_once = lock.peak_count(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
+    lock.check_space(checkpoints, at_once * lock.checkpoint_bytes(parameters, state))
 
 
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:

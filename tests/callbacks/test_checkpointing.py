@@ -203,9 +203,9 @@ def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
 
     monkeypatch.setattr(Writer, "save", slow_save)
     monkeypatch.setattr(files, "write", slow_write)
-    assert Checkpointing(tmp_path, 2, 1).stall.longest is None
+    assert Checkpointing(tmp_path, 2, 1).longest_stall is None
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
-    assert tiers.stall.longest == (3.0 if asynchronous else 13.0)
+    assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
 
 
 def test_a_best_that_could_not_be_written_is_forgotten_when_that_is_known(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch, asynchrono
 
     monkeypatch.setattr(files, "write", once)
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
-    assert (tiers.ledger.saved_step, failures) == (6, [])
+    assert (tiers.tracker.saved_step, failures) == (6, [])
     assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
 
 
@@ -303,7 +303,7 @@ def full(path, checkpoint):
 files.write = full
 losses = dict(zip((4, 8, 12), (1.0, 2.0, 3.0) if os.environ["RANK"] == "0" else (9.0, 8.0, 7.0)))
 _, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, every_minutes=1e-9, val_losses=losses)
-print(json.dumps([tiers.ledger.saved_step, tiers.best.step, tiers.best.val_loss, tiers.ledger.taken_step]))
+print(json.dumps([tiers.tracker.saved_step, tiers.best.step, tiers.best.val_loss, tiers.tracker.requested_step]))
 """
 
 
@@ -322,9 +322,9 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path):
     """As after a rollback: the step that was saved before is reached again, and saved again."""
     _, trainer, tiers = run(tmp_path, max_steps=4, val=100)
     tiers.setup(trainer, trainer.lightning_module, "validate")
-    assert tiers.ledger.saved_step == 4
+    assert tiers.tracker.saved_step == 4
     tiers.setup(trainer, trainer.lightning_module, "fit")
-    assert (tiers.ledger.saved_step, tiers.ledger.taken_step, tiers.best) == (None, None, None)
+    assert (tiers.tracker.saved_step, tiers.tracker.requested_step, tiers.best) == (None, None, None)
 
 
 def test_a_finished_run_still_knows_its_best(tmp_path):

@@ -64,15 +64,19 @@ def test_round_trip_and_layout(saved):
     assert (manifest["format"], manifest["version"], manifest["global_step"]) == ("gpt2_fp8 checkpoint", 3, 3)
     assert manifest["written_by"].keys() - {"transformer_engine"} == {"gpt2_fp8", "torch", "lightning", "python"}
     assert "precision" not in manifest
+    without = {"state_dict": {"w": torch.zeros(2)}, "optimizer_states": [], "precision": {"ran": "fp8_hybrid"}}
+    files.write(saved.parent / "c", without)
+    assert {path.name for path in (saved.parent / "c").iterdir()} == {
+        "model.safetensors",
+        "state.json",
+        "manifest.json",
+    }
+    assert files.read(saved.parent / "c")["optimizer_states"] == []
+    assert files.read_manifest(saved.parent / "c")["precision"] == "fp8_hybrid"
     assert manifest["files"] == {
         name: {"size": (saved / name).stat().st_size, "sha256": hashlib.sha256((saved / name).read_bytes()).hexdigest()}
         for name in names - {"manifest.json"}
     }
-
-
-def test_the_manifest_says_what_it_was_trained_in(tmp_path):
-    files.write(tmp_path / "c", checkpoint() | {"precision": {"asked": "auto", "ran": "fp8_hybrid"}})
-    assert files.read_manifest(tmp_path / "c")["precision"] == "fp8_hybrid"
 
 
 def test_the_weights_are_plain_safetensors_under_their_own_names(saved):
@@ -84,12 +88,6 @@ def test_the_weights_are_plain_safetensors_under_their_own_names(saved):
     header = (saved / "model.safetensors").read_bytes()
     size = int.from_bytes(header[:8], "little")
     assert json.loads(header[8 : 8 + size])["__metadata__"] == {"format": "pt", "head.weight": "wte.weight"}
-
-
-def test_what_has_no_tensors_has_no_file(tmp_path):
-    files.write(tmp_path / "c", {"state_dict": {"w": torch.zeros(2)}, "optimizer_states": [], "global_step": 1})
-    assert {p.name for p in (tmp_path / "c").iterdir()} == {"model.safetensors", "state.json", "manifest.json"}
-    assert files.read(tmp_path / "c")["optimizer_states"] == []
 
 
 def test_files_are_as_readable_as_any_other(saved, tmp_path):
