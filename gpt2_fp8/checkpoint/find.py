@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.manifest import CheckpointError, verified
+from gpt2_fp8.checkpoint.manifest import CheckpointError, verify
 from gpt2_fp8.checkpoint.pointers import Pointer
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
     if ckpt_path == "last":
         return _find_last(checkpoints_dir)
     path = _read_best(checkpoints_dir) if ckpt_path == "best" else Path(ckpt_path).expanduser()
-    verified(path)
+    verify(path)
     return path
 
 
@@ -40,7 +40,7 @@ def _find_last(folder: Path) -> Path | None:
     reasons = [f"{folder / 'last.json'}: {problem}"] if problem else []
     for path in candidates:
         try:
-            verified(path)
+            verify(path)
         except CheckpointError as error:
             reasons.append(error.problems[0].cause)
             continue

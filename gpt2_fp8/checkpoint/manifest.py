@@ -1,8 +1,8 @@
 """What a checkpoint's folder says about itself, and whether it is complete.
 
 Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
-changed bit goes unnoticed: `verified` compares the files with them. Version 3 renames keys of the state
-(`load.upgraded`).
+changed bit goes unnoticed: `verify` compares the files with them. Version 3 renames keys of the state
+(`load.upgrade`).
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Return the manifest. It is unchanged, of a known format, and of the step in the folder's name.
 
-    Every file that it lists is there at full length. Their content is not checked here, but in `verified`.
+    Every file that it lists is there at full length. Their content is not checked here, but in `verify`.
     Raises CheckpointError.
     """
     path = Path(path)
     if not path.is_dir():
-        pickled = path.exists()
-        what = "it is a file, and checkpoints are folders; pickles (.ckpt, .pt) are never opened"
-        raise unreadable(path, what if pickled else "there is no such folder")
+        raise unreadable(
+            path, "it is a file, and checkpoints are folders" if path.exists() else "there is no such folder"
+        )
     manifest = read_json(path, MANIFEST)
     try:
         _check(path, manifest)
@@ -145,13 +145,9 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
     step = manifest["global_step"]
     if (named := step_of(path.name)) not in (step, None):
         raise unreadable(path, f"it is of step {step}, by its {MANIFEST}, and its name is that of step {named}")
-    for name in sorted({MODEL, SKELETON} - manifest["files"].keys()):
-        raise unreadable(path, f"{MANIFEST} does not list {name}")
-    for name in sorted(manifest["files"].keys() - {MODEL, OPTIMIZER, STATE, SKELETON}):
-        raise unreadable(path, f"{MANIFEST} lists {name!r}, which is not part of a checkpoint")
 
 
-def verified(path: Path | str) -> dict[str, Any]:
+def verify(path: Path | str) -> dict[str, Any]:
     """Return the manifest of the checkpoint `path`, after comparing every file with its listed size and SHA-256.
 
     A file that this process has already read, and that has not changed since, is not read again. A checkpoint of
