@@ -22,7 +22,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.runtime import collectives, ranks, rendezvous, signals, slurm
-from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
+from gpt2_fp8.runtime.signals import Interrupted, Signals
 
 log = logging.getLogger(__name__)
 

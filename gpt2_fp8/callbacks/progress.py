@@ -20,7 +20,6 @@ from rich.text import Text
 
 from gpt2_fp8.config.shown import duration
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.runtime import process_end
 
 _EVERY = 0.5  # seconds between two drawings
 _WIDEST, _NARROWEST = 30, 8  # columns of the bar itself
@@ -96,7 +95,6 @@ class ProgressBar(LightningBar):
         self._live = Live(self.line, console=console, auto_refresh=False)
         self._live.start()
         console.show_cursor(True)  # so that a process that is killed leaves no terminal without a cursor
-        process_end.redrawn = True
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 self._handlers.append((handler, handler.stream))
@@ -110,7 +108,6 @@ class ProgressBar(LightningBar):
             return
         live, self._live = self._live, None
         live.stop()
-        process_end.redrawn = False
         for handler, stream in self._handlers:
             handler.setStream(stream)
             handler.removeFilter(_no_interval)

@@ -20,8 +20,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.runtime import collectives, host_memory, signals
-from gpt2_fp8.runtime.gpu_meter import GPUMeter
+from gpt2_fp8.runtime import collectives, devices, signals
 from gpt2_fp8.runtime.moments import Moment
 
 
@@ -56,7 +55,6 @@ class Throughput(pl.Callback):
         self._waits: deque[float] = deque()  # for the batch of each step that is not settled, s
         self._fetched = 0.0  # how long batches have taken in all, s
         self._peak_gb = 0.0
-        self._meter = GPUMeter()
         self._begin_interval()
         self._shown: dict[str, float] = {}  # of the newest row, until callbacks have it
 
@@ -145,7 +143,7 @@ class Throughput(pl.Callback):
     def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return what the driver tells of rank 0's GPU; nothing at the first step, which has no interval."""
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return self._meter.read() if on_gpu and trainer.is_global_zero and self._since is not None else {}
+        return devices.read_gpu_meter() if on_gpu and trainer.is_global_zero and self._since is not None else {}
 
     def _speed(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
@@ -158,7 +156,7 @@ class Throughput(pl.Callback):
             self._peak_gb = max(self._peak_gb, _allocated())  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
         else:
-            metrics["memory_gb"] = host_memory.peak_gb()
+            metrics["memory_gb"] = devices.peak_host_gb()
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -28,7 +28,7 @@ from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import libraries
-from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
+from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.length import resolve_length
@@ -49,7 +49,6 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
     quiet()
-    spool.clear()
     training, error = Training(config, end), None
     try:
         with GracefulStop(training.checkpointing.save_now) as stop:
@@ -216,7 +215,7 @@ class Training:
         summary.data = parts.data.report()
         summary.kernels = parts.same_run.kernels
         if parts.plan.device == "cpu":
-            summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
+            summary.device, summary.peak_memory_gb = "cpu", devices.peak_host_gb()
         else:
             summary.versions |= libraries.versions()
             summary.device = torch.cuda.get_device_name()

@@ -23,7 +23,7 @@ from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import ranks, rendezvous, slurm
+from gpt2_fp8.runtime import ranks, rendezvous
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -97,8 +97,6 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     if (place := ranks.current()).launcher:
         met = rendezvous.joined()
         log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")
-    if (said := slurm.unheard()) is not None:
-        log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.backend.evaluates_in_bf16 else ""
     ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
