@@ -21,8 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.tracker import CheckpointTracker, Intervals, is_validation_due
 from gpt2_fp8.checkpoint.writer import Writer
-from gpt2_fp8.compat import lightning_loops as loops
-from gpt2_fp8.compat.lightning_logging import flush
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 from gpt2_fp8.runtime import collectives
@@ -120,7 +119,7 @@ class Checkpointing(Checkpoint):
         """
         pointer = self.tracker.pointer(trainer.global_step)
         try:
-            flush(trainer)
+            _flush_loggers(trainer)
         except OSError as error:
             self.writer.fail(pointer.step, error)
             return
@@ -183,7 +182,7 @@ class Checkpointing(Checkpoint):
         better = self.tracker.add_validation(step, value, partial(self.save, trainer))
         if self.tracker.requested_step == step and trainer.is_global_zero:
             try:
-                flush(trainer)
+                _flush_loggers(trainer)
             except OSError as error:
                 log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
             else:
@@ -228,6 +227,12 @@ class Checkpointing(Checkpoint):
             self.tracker.resume(checkpoint["global_step"])
         if state and is_validation_due(state, path, checkpoint["global_step"]):
             loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
+
+
+def _flush_loggers(trainer: Trainer) -> None:
+    """Have every logger put on the disk what it holds. One that cannot do only this saves. Raises OSError."""
+    for logger in trainer.loggers:
+        getattr(logger, "flush", logger.save)()
 
 
 def _agreed(trainer: Trainer, own: bool) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary

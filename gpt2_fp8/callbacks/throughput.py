@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from gpt2_fp8.compat import lightning_loops as loops
-from gpt2_fp8.compat.lightning_logging import log_from_host
+from gpt2_fp8.compat import lightning_private as loops
+from gpt2_fp8.compat.lightning_private import log_from_host
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict

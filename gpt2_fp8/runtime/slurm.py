@@ -54,7 +54,8 @@ class NoProgress(Stopped):
         super().__init__(signum)
         self.args = (
             f"stopped by signal {signum}, before a step was trained: SLURM job {job}, which was started again, is at "
-            "its time limit again, and is not requeued\n  fix: a longer limit, or a later signal (slurm.time, slurm.signal_delay_s)",
+            "its time limit again, and is not requeued\n"
+            "  fix: a longer limit, or a later signal (slurm.time, slurm.signal_delay_s)",
         )
 
 

@@ -19,7 +19,7 @@ from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.compat.lightning_logging import detach_logging
+from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import RunError

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 from lightning.pytorch.strategies import DDPStrategy
 
 from gpt2_fp8.compat import transformer_engine
-from gpt2_fp8.compat.lightning_process import ignore_warnings
+from gpt2_fp8.compat.lightning_private import ignore_warnings
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import collectives, ranks, rendezvous
 from gpt2_fp8.runtime import devices as present

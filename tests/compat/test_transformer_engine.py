@@ -102,9 +102,3 @@ def test_a_second_pass_that_fails_leaves_the_region(passes):
         y.sum().backward()
     assert Manager.state == ("outside", False)
     assert Phase.now is None
-
-
-def test_without_gradients_there_is_one_pass_and_no_phase(passes):
-    with torch.no_grad():
-        te.again(block(passes, 0), torch.ones(2), draws=False)
-    assert passes == [(0, None, ("none", False))]
