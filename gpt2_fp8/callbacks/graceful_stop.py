@@ -17,7 +17,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
@@ -102,7 +101,7 @@ class GracefulStop(Checkpoint):
         slurm.note_step()
         if signum := self._agreed():
             self._save(trainer)
-            lightning_private.log_last_step(trainer)
+            loops.log_last_step(trainer)
             raise Stopped(signum)
         self._waiting = not loops.is_last_step(trainer)
 

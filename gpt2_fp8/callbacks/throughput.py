@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 
 from gpt2_fp8.compat import lightning_private as loops
-from gpt2_fp8.compat.lightning_private import log_from_host
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict
@@ -91,7 +90,7 @@ class Throughput(pl.Callback):
         at_once = self._since is None or loops.is_last_step(trainer) or loops.is_validation_due(trainer)
         if at_once or (self._is_due(trainer) and not pl_module.step.settles_while_computing):
             pl_module.step.settle()
-        log_from_host(pl_module, self._shown, logger=False)
+        loops.log_from_host(pl_module, self._shown, logger=False)
         self._shown = {}
 
     def _is_due(self, trainer: pl.Trainer) -> bool:

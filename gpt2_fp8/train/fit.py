@@ -158,7 +158,7 @@ class Training:
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
         path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
         self.checkpoint = parts.trainer.strategy.broadcast(path)
-        self.divergence.start_again(setup.step_of(self.checkpoint) or 0)
+        self.divergence.start_again()
         detach_logging(parts.trainer)
         if back.step <= parts.module.step.attempts.steps_in_fp8:  # otherwise it was in bf16: FP8 is not at fault
             self.plan = fallen_back(self.plan, self.config, f"fallback at step {back.step}: {back.reason}")
