@@ -36,16 +36,6 @@ def test_a_snapshot_writes_what_the_original_would_have_written():
     assert type(copied["ordered"]) is OrderedDict
 
 
-def test_a_snapshot_keeps_what_it_cannot_copy_for_tree_to_refuse():
-    odd = {"s": {1, 2}, "sparse": torch.eye(3).to_sparse(), "meta": torch.empty(2, device="meta")}
-    copied = Snapshots().take(odd)
-    assert copied["s"] == {1, 2}
-    assert copied["s"] is not odd["s"]
-    for name in odd:
-        with pytest.raises(TypeError, match=name[0]):
-            tree.flatten({name: copied[name]})
-
-
 # ---- page-locked memory ----------------------------------------------------------------------------------------------
 
 
@@ -153,21 +143,6 @@ def test_what_does_not_fit_is_copied_through_ordinary_memory(gpu, state):
         assert not gpu.holds(copied[0])
         assert all(map(gpu.holds, on_gpu(copied[1])))
     assert len(gpu.locked) == 1
-
-
-def test_a_snapshot_waits_for_the_memory(gpu, state, monkeypatch):
-    gate = threading.Event()
-
-    def slow(memory, device):
-        assert gate.wait(30)
-        gpu.register(memory, device)
-
-    monkeypatch.setattr(snapshot, "register", slow)
-    snapshots = Snapshots()
-    snapshots.prepare(state)  # returns, though nothing is locked
-    assert gpu.locked == []
-    threading.Timer(0.05, gate.set).start()
-    assert all(map(gpu.holds, on_gpu(snapshots.take(state))))
 
 
 def test_where_no_pages_can_be_locked_one_line_says_so(gpu, state, monkeypatch, caplog):

@@ -1,12 +1,8 @@
 """What `compat.lightning_private` expects of Lightning, on its own Trainer and a model of one weight."""
 
-import inspect
-import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -139,19 +135,6 @@ def test_the_hooks_of_a_step_come_in_this_order(tmp_path):
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
-
-
-def test_what_ignore_warnings_hides_is_what_is_warned_of():
-    """Each text is in Lightning's source, or torch's where the class that it names is deprecated."""
-    from torch.utils import _pytree
-
-    sources = [path.read_text() for path in Path(lightning.__file__).parent.rglob("*.py")]
-    text = "".join([*sources, inspect.getsource(_pytree)])
-    text = re.sub(r'"\s*\n\s*f?"', "", text)  # of one message on several lines
-    for pattern in lightning_private._WARNINGS:
-        core = re.sub(r"\\(.)", r"\1", pattern.removeprefix(".*").removesuffix(".*")).replace("'val_loss'", "")
-        for part in core.split(".*"):
-            assert part.rstrip("(") in text, pattern
 
 
 def test_warnings_of_a_loader_of_ours_are_hidden(tmp_path, recwarn):
