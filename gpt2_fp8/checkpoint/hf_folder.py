@@ -41,22 +41,22 @@ class Tensors:
     def load(self, key: str) -> Tensor:
         """Return a tensor, on the CPU. Raises CheckpointError for one that is not float32, bfloat16 or float16."""
         if (dtype := self._files[key].get_slice(key).get_dtype()) not in DTYPES:
-            raise unfit(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
+            raise weights_error(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
         tensor: Tensor = self._files[key].get_tensor(key)
         return tensor
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Tensors]:
+def open_weights(path: Path) -> Iterator[Tensors]:
     """Open a folder's weights. Raises CheckpointError, also for what cannot be read of them while they are open."""
     with ExitStack() as stack:
         try:
             yield Tensors(path, stack)
         except (SafetensorError, OSError) as error:
-            raise unfit(path, [f"they cannot be read ({error})"]) from error
+            raise weights_error(path, [f"they cannot be read ({error})"]) from error
 
 
-def unfit(path: Path, reasons: list[str]) -> CheckpointError:
+def weights_error(path: Path, reasons: list[str]) -> CheckpointError:
     """Return the error that says why a folder's weights are of no use."""
     return CheckpointError([Problem(f"the weights of init_from={path}: {reason}", _REMEDY) for reason in reasons])
 
@@ -89,7 +89,7 @@ def _files(path: Path) -> list[str]:
     try:
         names = sorted(set(disk.read_json(path / INDEX)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise unfit(path, [f"{INDEX} cannot be read ({error})"]) from None
+        raise weights_error(path, [f"{INDEX} cannot be read ({error})"]) from None
     if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise unfit(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
+        raise weights_error(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
     return names

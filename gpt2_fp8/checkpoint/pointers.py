@@ -80,14 +80,14 @@ def remove(folder: Path, kind: Kind) -> None:
     durable.fsync(folder)
 
 
-def note(folder: Path, pointer: Pointer) -> None:
+def write_note(folder: Path, pointer: Pointer) -> None:
     """Write the validation of a checkpoint into its folder. Raises OSError."""
-    noted = {"step": pointer.step, "val_loss": _finite(pointer.val_loss)}
-    durable.write_json(folder / pointer.checkpoint / VALIDATION, noted)
+    value = {"step": pointer.step, "val_loss": _finite(pointer.val_loss)}
+    durable.write_json(folder / pointer.checkpoint / VALIDATION, value)
 
 
-def noted(path: Path) -> Pointer | None:
-    """Return what `note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
+def read_note(path: Path) -> Pointer | None:
+    """Return what `write_note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
     try:
         value = disk.read_json(path / VALIDATION)
         return Pointer(path.name, value["step"], _finite(value["val_loss"]))

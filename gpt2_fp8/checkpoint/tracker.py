@@ -172,7 +172,7 @@ def is_validation_due(state: dict[str, Any], path: Path, step: int) -> bool:
     """
     if not state["validation_due"]:
         return False
-    if pointers.noted(path) is None:
+    if pointers.read_note(path) is None:
         return True
     state["validated_step"] = step
     return False

@@ -80,7 +80,7 @@ class Writer:
         if named and files.is_checkpoint(self.folder / named.checkpoint):
             return named
         if (self.folder / "best.json").exists():  # damaged
-            known += map(pointers.noted, pointers.steps(self.folder).values())
+            known += map(pointers.read_note, pointers.steps(self.folder).values())
         validated = [one for one in known if one is not None and one.val_loss is not None]
         found = min(validated, key=lambda one: one.val_loss or 0.0, default=None)
         if found is None or not files.is_checkpoint(self.folder / found.checkpoint):
@@ -188,7 +188,7 @@ class Writer:
                 pointers.write(self.folder, "best", pointer)
                 self.outcome = self.outcome._replace(best=pointer)
             pointers.write(self.folder, "last", pointer)
-            pointers.note(self.folder, pointer)
+            pointers.write_note(self.folder, pointer)
         except OSError as error:
             log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
         self._prune(step)

@@ -138,7 +138,7 @@ def test_a_validation_that_was_done_later_is_not_due(tmp_path):
     assert not is_validation_due(state | {"validation_due": False}, path, 4)
     assert is_validation_due(state, path, 4)
     assert state["validated_step"] is None
-    pointers.note(tmp_path, at(4, 2.0))
+    pointers.write_note(tmp_path, at(4, 2.0))
     assert not is_validation_due(state, path, 4)
     assert state["validated_step"] == 4
     note = path / pointers.VALIDATION
