@@ -69,15 +69,6 @@ def test_later_checkpoints_of_a_branch_left_behind_are_not_taken_for_newer(tmp_p
     assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000005"
 
 
-def test_the_resume_source_stays_until_it_is_superseded(tmp_path):
-    run(tmp_path, max_steps=4, keep=1, val=100)
-    seen = []
-    look = At("on_train_batch_start", 5, lambda: seen.append(saved(tmp_path)))
-    run(tmp_path, max_steps=6, keep=1, val=100, callbacks=[look])
-    assert seen == [[4]]
-    assert saved(tmp_path) == [6]
-
-
 def fail_for(monkeypatch, steps):
     """Have the disk be full whenever one of `steps` is written."""
     write = files.write
@@ -272,19 +263,3 @@ def test_two_ranks_know_the_same_and_never_wait_for_each_other_in_vain(tmp_path)
     assert saved(tmp_path) == [8, 9, 10, 12]
     assert "step 4 could not be saved" in outputs[0][1]
     assert "could not be saved" not in outputs[1][1]
-
-
-def test_a_second_fit_knows_nothing_of_the_first(tmp_path):
-    """As after a rollback: the step that was saved before is reached again, and saved again."""
-    _, trainer, tiers = run(tmp_path, max_steps=4, val=100)
-    tiers.setup(trainer, trainer.lightning_module, "validate")
-    assert tiers.tracker.saved_step == 4
-    tiers.setup(trainer, trainer.lightning_module, "fit")
-    assert (tiers.tracker.saved_step, tiers.tracker.requested_step, tiers.best) == (None, None, None)
-
-
-def test_a_finished_run_still_knows_its_best(tmp_path):
-    run(tmp_path, max_steps=8, val_losses={4: 2.0, 8: 1.0})
-    module, _, tiers = run(tmp_path, max_steps=8)
-    assert module.losses == {}
-    assert tiers.best == pointers.Pointer("step-00000008", 8, 1.0)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_fp8.checkpoint import durable, files, find, pointers
-from gpt2_fp8.checkpoint.files import CheckpointError
 
 
 def checkpoint(step=3):
@@ -162,20 +161,6 @@ def test_killed_at_any_stage_a_readable_last_remains(tmp_path, monkeypatch, repl
     assert step == target
 
 
-def test_a_full_disk_is_an_os_error_and_the_old_one_stays(saved, monkeypatch):
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = checkpoint() | {"state_dict": {"w": torch.zeros(1 << 20)}}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            files.write(saved, big)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
-    assert files.read(saved)["global_step"] == 3
-
-
 def test_a_rename_that_fails_puts_the_old_one_back(saved, monkeypatch):
     rename = os.rename
 
@@ -189,17 +174,6 @@ def test_a_rename_that_fails_puts_the_old_one_back(saved, monkeypatch):
         files.write(saved, checkpoint(4))
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
     assert files.read(saved)["global_step"] == 3
-
-
-def test_no_bit_of_the_manifest_changes_unnoticed(saved):
-    file = saved / "manifest.json"
-    whole = file.read_bytes()
-    for bit in range(0, len(whole) * 8, 3):  # each of a byte's bits in turn
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        with pytest.raises(CheckpointError):
-            files.read_manifest(saved)
 
 
 def test_sweep_keeps_what_stands_in_for_a_damaged_one(tmp_path):

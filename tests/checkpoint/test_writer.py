@@ -5,8 +5,6 @@ import fcntl
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -249,23 +247,6 @@ def test_the_lock_file_says_who_and_goes_with_the_holder(tmp_path):
         pass
 
 
-def test_a_lock_on_a_deleted_file_is_not_one(tmp_path, monkeypatch):
-    """The last holder leaves between another's open and flock: that one must look again."""
-    flock, first = fcntl.flock, [True]
-
-    def late(descriptor, operation):
-        if first:
-            first.clear()
-            (tmp_path / lock.NAME).unlink()
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with lock_run(tmp_path):
-        monkeypatch.undo()
-        with pytest.raises(UserError), lock_run(tmp_path):
-            pass
-
-
 def test_where_there_are_no_locks_the_run_goes_on(tmp_path, monkeypatch, caplog):
     def unsupported(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -274,14 +255,3 @@ def test_where_there_are_no_locks_the_run_goes_on(tmp_path, monkeypatch, caplog)
     with lock_run(tmp_path), lock_run(tmp_path):
         pass
     assert "nothing keeps a second run out of it" in caplog.text
-
-
-@pytest.mark.whole
-def test_programs_that_the_run_starts_do_not_hold_it(tmp_path):
-    with lock_run(tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        with lock_run(tmp_path):
-            assert child.poll() is None
-    finally:
-        child.communicate(b"\n", timeout=30)
