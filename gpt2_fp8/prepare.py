@@ -24,7 +24,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import programs, registry, signals, spool
+from gpt2_fp8.runtime import programs, registry, signals
 
 if TYPE_CHECKING:
     from gpt2_fp8.data.preparation import Job, Kept, Preparation
@@ -60,7 +60,6 @@ def _prepare(argv: list[str]) -> None:
     typed, configs = parse(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    spool.clear()
     from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
 
     jobs: list[Job] = []

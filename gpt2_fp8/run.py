@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import process_end, programs, ranks, signals, slurm
-from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
+from gpt2_fp8.runtime import programs, ranks, signals, slurm
+from gpt2_fp8.runtime.signals import Interrupted, Signals
 from gpt2_fp8.train import loading, sweep_job
 from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, say_end
 
@@ -181,9 +181,9 @@ def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
 def entry() -> None:
     """Run the `gpt2-fp8` command."""
     programs.begin()
-    process_end.ignore_at_the_end()
+    programs.ignore_at_the_end()
     code = main(sys.argv[1:])
-    process_end.leave_with(code)
+    programs.leave_with(code)
     sys.exit(programs.end(code))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from gpt2_fp8.checkpoint.load import upgraded
+from gpt2_fp8.checkpoint.load import upgrade
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.saved_config import with_defaults
 
@@ -95,7 +95,7 @@ def found(folder: Path) -> dict[str, Any]:
     with (folder / "run" / "metrics.csv").open() as file:
         result["log"] = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
     for path in sorted((folder / "run" / "checkpoints").glob("step-*")):
-        state = upgraded(json.loads((path / "state.json").read_text()))
+        state = upgrade(json.loads((path / "state.json").read_text()))
         state.setdefault("training_step", {}).setdefault("scaling", {})
         state["callbacks"].pop("TimeLimit", None)  # a time
         state["model"] = with_defaults(ModelConfig, state["model"])

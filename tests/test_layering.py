@@ -130,7 +130,6 @@ BEFORE_TORCH = [
     ),
     *(
         "runtime.ranks",
-        "runtime.signal_handlers",
         "runtime.signals",
         "runtime.gpu_locks",
         "runtime.slurm",

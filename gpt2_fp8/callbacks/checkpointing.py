@@ -1,4 +1,4 @@
-"""Which checkpoints a run takes, and when. `checkpoint/ledger.py` and the writer do the rest.
+"""Which checkpoints a run takes, and when. `checkpoint/tracker.py` and the writer do the rest.
 
 Saving is collective: every rank comes here at the same step, and rank 0 copies the state and writes it.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.checkpoint.intervals import Intervals, KeptSteps, Stall
-from gpt2_fp8.checkpoint.ledger import Ledger, Validations, still_due
 from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.tracker import CheckpointTracker, Intervals, is_validation_due
 from gpt2_fp8.checkpoint.writer import Writer
-from gpt2_fp8.compat import lightning_loops as loops
-from gpt2_fp8.compat.lightning_logging import flush
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 from gpt2_fp8.runtime import collectives
@@ -41,9 +42,9 @@ class Checkpointing(Checkpoint):
         asynchronous: write in a thread while training goes on; the step waits only for a copy in host memory.
 
     Attributes:
-        ledger: what this rank knows of the checkpoints.
-        validations: what is known of the run's validations.
-        stall: how long training has waited for a checkpoint.
+        tracker: what this rank knows of the checkpoints and validations.
+        longest_stall: the most seconds that training has waited for a checkpoint, in all `fit`s; None before one. It
+            waits for the GPU, the ranks, the checkpoint before it and the copy; without a thread also for the disk.
 
     A checkpoint at the end of a step whose validation is still due resumes into that validation.
     """
@@ -59,13 +60,13 @@ class Checkpointing(Checkpoint):
         asynchronous: bool = True,
     ) -> None:
         self.folder = Path(folder)
-        self.intervals = Intervals(every_n_steps, every_minutes, KeptSteps(keep_every_n_steps))
+        self.intervals = Intervals(every_n_steps, every_minutes, keep_every_n_steps)
         self.monitor = monitor
-        self.writer = Writer(self.folder, keep, self.intervals.kept, asynchronous)
-        self.ledger = Ledger(self.writer)
-        self.validations = Validations(self.ledger)
-        self.stall = Stall()
+        self.writer = Writer(self.folder, keep, self.intervals.is_permanent, asynchronous)
+        self.tracker = CheckpointTracker(self.writer)
+        self.longest_stall: float | None = None
         self._prepared = False  # the writer knows the state that it will get
+        self._leaving = False  # an exception ends the run: nothing waits for a checkpoint that is taken from now on
 
     @classmethod
     def from_config(cls, folder: Path, config: CallbacksConfig) -> Checkpointing:
@@ -82,7 +83,7 @@ class Checkpointing(Checkpoint):
     @property
     def best(self) -> Pointer | None:
         """Return the best validation so far, or None."""
-        return self.ledger.best
+        return self.tracker.best
 
     def save(self, trainer: Trainer) -> bool:
         """Save the present step, unless that was done already. Collective. Returns whether it is saved.
@@ -91,35 +92,54 @@ class Checkpointing(Checkpoint):
         nothing is saved. An OSError (a full disk) becomes a warning.
         """
         step = trainer.global_step
-        if self.ledger.taken_step == step:
+        if self.tracker.requested_step == step:
             return True
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
-        self.intervals.begin()
-        self.validations.due = self.validations.step != step and loops.is_validation_due(trainer)
-        save = partial(trainer.save_checkpoint, weights_only=False, storage_options=partial(self._hand_over, trainer))
-        with self.stall.measured():
-            return self.ledger.take(step, save, trainer.strategy.broadcast)
+        self.intervals.restart_clock()
+        self.tracker.validation_due = self.tracker.validated_step != step and loops.is_validation_due(trainer)
+        # Lightning gathers the state, and gives it to its CheckpointIO on rank 0. Of what that is to do with it,
+        # `storage_options` is all that `save_checkpoint` passes on.
+        save = partial(trainer.save_checkpoint, weights_only=False, storage_options=partial(self._write, trainer))
+        with self._measure_stall():
+            return self.tracker.request(step, save, trainer.strategy.broadcast)
 
     def save_now(self, trainer: Trainer) -> bool:
         """Save and wait for the disk, at the end of a run. Collective. Returns whether the step is there."""
-        return self.save(trainer) and self.ledger.finish(trainer.global_step, trainer.strategy.broadcast)
+        if not self.save(trainer):
+            return False
+        self.writer.wait()
+        self.tracker.sync(trainer.strategy.broadcast)
+        return self.tracker.saved_step == trainer.global_step
 
-    def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
+    def _write(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
         """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait.
 
         The logs are flushed first: a run that continues from the checkpoint logs only the steps after it.
         """
-        self.ledger.save(checkpoint, self.validations.pointer(trainer.global_step), partial(flush, trainer))
+        pointer = self.tracker.pointer(trainer.global_step)
+        try:
+            _flush_loggers(trainer)
+        except OSError as error:
+            self.writer.fail(pointer.step, error)
+            return
+        self.writer.save(checkpoint, pointer)
+        if self._leaving:
+            self.writer.close()
+
+    @contextmanager
+    def _measure_stall(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier `fit`. After this, Lightning restores what a checkpoint has of it."""
         if stage == "fit":
-            self.ledger.clear()
-            self.validations.clear()
-            self._prepared = False
+            self.tracker.reset()
+            self._prepared = self._leaving = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tidy the folder, and trust its `best.json` before the checkpoint's state, which may be older.
@@ -127,11 +147,12 @@ class Checkpointing(Checkpoint):
         Lightning has restored this callback by now. It gets here also if nothing is left to train.
         """
         if trainer.is_global_zero:
-            self.writer.begin(self.ledger.saved_step, self.best)
-            if 0 < trainer.max_steps <= (self.ledger.saved_step or 0):
-                log.info("already complete: step %d of %d is saved", self.ledger.saved_step, trainer.max_steps)
-        self.ledger.sync(trainer.strategy.broadcast)
-        self.intervals.begin()
+            saved_step = self.tracker.saved_step
+            self.writer.begin(saved_step, self.best)
+            if 0 < trainer.max_steps <= (saved_step or 0):
+                log.info("already complete: step %d of %d is saved", saved_step, trainer.max_steps)
+        self.tracker.sync(trainer.strategy.broadcast)
+        self.intervals.restart_clock()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save at the intervals, and at the last step."""
@@ -153,14 +174,19 @@ class Checkpointing(Checkpoint):
         if trainer.sanity_checking:
             return
         step, metric = trainer.global_step, trainer.callback_metrics.get(self.monitor)
-        if self.ledger.is_best_missing():
-            with self.stall.measured():
+        if self.tracker.is_best_pending():
+            with self._measure_stall():
                 self.writer.wait()  # the best that it is compared with must be on the disk
         # Without sync_dist every rank has another value, but all ranks must save, or none.
-        value = self.ledger.sync(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
-        better = self.validations.add(step, value, partial(self.save, trainer))
-        if self.ledger.taken_step == step and trainer.is_global_zero:
-            self.ledger.note(self.validations.pointer(step), better, partial(flush, trainer))
+        value = self.tracker.sync(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
+        better = self.tracker.add_validation(step, value, partial(self.save, trainer))
+        if self.tracker.requested_step == step and trainer.is_global_zero:
+            try:
+                _flush_loggers(trainer)
+            except OSError as error:
+                log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
+            else:
+                self.writer.note(self.tracker.pointer(step), better)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end if it is not saved yet, and wait for it. Raises RunError if that fails."""
@@ -169,9 +195,13 @@ class Checkpointing(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish what is being written. An error of the writer does not hide `exception`."""
-        self.ledger.leave()
+        self._leaving = True
+        try:
+            self.writer.close()
+        except Exception as error:
+            log.error("a checkpoint was lost: %s: %s", type(error).__name__, error)
         if trainer.is_global_zero:
-            self.ledger.sync(lambda own: own)
+            self.tracker.sync(lambda own: own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
@@ -181,11 +211,11 @@ class Checkpointing(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of validations."""
-        return self.validations.state_dict()
+        return self.tracker.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what was known of validations."""
-        self.validations.load_state_dict(state_dict)
+        self.tracker.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Have Lightning run the validation that was due at the checkpoint, unless it was done later.
@@ -194,9 +224,15 @@ class Checkpointing(Checkpoint):
         """
         state, path = checkpoint["callbacks"].get(self.state_key), Path(str(trainer.ckpt_path))
         if path.parent.resolve() == self.folder.resolve():
-            self.ledger.resume(checkpoint["global_step"])
-        if state and still_due(state, path, checkpoint["global_step"]):
+            self.tracker.resume(checkpoint["global_step"])
+        if state and is_validation_due(state, path, checkpoint["global_step"]):
             loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
+
+
+def _flush_loggers(trainer: Trainer) -> None:
+    """Have every logger put on the disk what it holds. One that cannot do only this saves. Raises OSError."""
+    for logger in trainer.loggers:
+        getattr(logger, "flush", logger.save)()
 
 
 def _agreed(trainer: Trainer, own: bool) -> bool:

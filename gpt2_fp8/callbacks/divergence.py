@@ -41,13 +41,11 @@ class DivergenceGuard(pl.Callback):
         self._save = save
         self._says = True
         self._save_next = False
-        self._left: set[Path] = set()  # the checkpoints of a branch left behind
 
-    def start_again(self, step: int) -> None:
-        """Reset the policy between two `fit`s, after a rollback to the checkpoint of `step`; 0: to the start."""
+    def start_again(self) -> None:
+        """Reset the policy between two `fit`s, after a rollback."""
         self.policy.start_again()
         self._save_next = True
-        self._left |= {path for later, path in pointers.steps(self._folder).items() if later > step}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Choose the rank that logs: all ranks decide alike, so one of them is enough."""
@@ -75,9 +73,9 @@ class DivergenceGuard(pl.Callback):
         self.policy.load_state_dict(state_dict)
 
     def _advise(self, before: int) -> str:
-        """Say what may help, with the newest checkpoint up to a step that is of no branch left behind."""
-        found = [path for step, path in pointers.steps(self._folder).items() if step <= before]
-        found = [path for path in found if path not in self._left]
+        """Say what may help, with the newest checkpoint up to a step; those after the last are of another branch."""
+        last = pointers.read(self._folder, "last")
+        found = [path for step, path in pointers.steps(self._folder).items() if last and step <= min(before, last.step)]
         return advice(self._penalties, found[-1] if found else None)
 
     def _say(self, line: str) -> None:

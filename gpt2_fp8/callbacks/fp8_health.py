@@ -14,14 +14,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.red_flags import FP8RedFlags
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.runtime import signals
-from gpt2_fp8.runtime.sent import Sent
+from gpt2_fp8.runtime.moments import Sent
 
 log = logging.getLogger(__name__)
 

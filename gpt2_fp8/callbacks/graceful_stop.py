@@ -17,12 +17,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from gpt2_fp8.compat import lightning_logging
-from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.runtime import collectives, ranks, rendezvous, signals, slurm
-from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
+from gpt2_fp8.runtime.signals import Interrupted, Signals
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class GracefulStop(Checkpoint):
         slurm.note_step()
         if signum := self._agreed():
             self._save(trainer)
-            lightning_logging.log_last_step(trainer)
+            loops.log_last_step(trainer)
             raise Stopped(signum)
         self._waiting = not loops.is_last_step(trainer)
 

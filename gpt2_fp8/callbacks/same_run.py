@@ -21,12 +21,7 @@ _PLACES = (
     *("data.cache_dir", "data.train_files", "data.val_files", "data.path", "data.tokenizer", "data.sources"),
 )
 _SHOWN = 80  # characters of a value
-_CURES = {
-    "settings": "the same command line and the same settings files on every node",
-    "versions": "the same environment on every node",
-    "kernels": "the same packages, drivers and GPUs on every node",
-    "text": "the same files on every node: their names and sizes are compared",
-}
+_KINDS = ("settings", "versions", "kernels", "text")
 
 
 class SameRun(Callback):
@@ -94,13 +89,13 @@ def log_kernels(kernels: Mapping[str, str], slower: Sequence[str]) -> None:
 def differences(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Problem]:
     """Return a problem for each kind of fact in which any rank differs from rank 0, with the first such rank."""
     problems = []
-    for kind, cure in _CURES.items():
+    for kind in _KINDS:
         rank = next((rank for rank, facts in enumerate(ranks) if facts[kind] != ranks[0][kind]), None)
         if rank is not None:
             own, first = ranks[rank][kind], ranks[0][kind]
             names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
             said = "; ".join(f"{name} {_shown(own, name)} instead of {_shown(first, name)}" for name in names)
-            problems.append(Problem(f"rank {rank} has other {kind} than rank 0: {said}", cure))
+            problems.append(Problem(f"rank {rank} has other {kind} than rank 0: {said}"))
     return problems
 
 

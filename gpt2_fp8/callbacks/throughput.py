@@ -13,15 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from gpt2_fp8.compat import lightning_loops as loops
-from gpt2_fp8.compat.lightning_logging import log_from_host
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
-from gpt2_fp8.runtime import collectives, host_memory, signals
-from gpt2_fp8.runtime.gpu_meter import GPUMeter
+from gpt2_fp8.runtime import collectives, devices, signals
 from gpt2_fp8.runtime.moments import Moment
 
 
@@ -56,7 +54,6 @@ class Throughput(pl.Callback):
         self._waits: deque[float] = deque()  # for the batch of each step that is not settled, s
         self._fetched = 0.0  # how long batches have taken in all, s
         self._peak_gb = 0.0
-        self._meter = GPUMeter()
         self._begin_interval()
         self._shown: dict[str, float] = {}  # of the newest row, until callbacks have it
 
@@ -93,7 +90,7 @@ class Throughput(pl.Callback):
         at_once = self._since is None or loops.is_last_step(trainer) or loops.is_validation_due(trainer)
         if at_once or (self._is_due(trainer) and not pl_module.step.settles_while_computing):
             pl_module.step.settle()
-        log_from_host(pl_module, self._shown, logger=False)
+        loops.log_from_host(pl_module, self._shown, logger=False)
         self._shown = {}
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
@@ -145,7 +142,7 @@ class Throughput(pl.Callback):
     def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return what the driver tells of rank 0's GPU; nothing at the first step, which has no interval."""
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return self._meter.read() if on_gpu and trainer.is_global_zero and self._since is not None else {}
+        return devices.read_gpu_meter() if on_gpu and trainer.is_global_zero and self._since is not None else {}
 
     def _speed(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
@@ -158,7 +155,7 @@ class Throughput(pl.Callback):
             self._peak_gb = max(self._peak_gb, _allocated())  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
         else:
-            metrics["memory_gb"] = host_memory.peak_gb()
+            metrics["memory_gb"] = devices.peak_host_gb()
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -113,16 +115,21 @@ def _fill(folder: Path, checkpoint: dict[str, Any]) -> None:
         parts.setdefault(file, {})[key] = tensor
     for file, part in parts.items():
         ties = _ties(skeleton["state_dict"]) if file == MODEL else {}
-        try:
-            save_file(part, folder / file, metadata={"format": "pt", **ties})
-        except SafetensorError as error:  # safetensors raises this class also for a full disk
-            raise OSError(f"{folder / file}: {error}") from error
-        os.chmod(folder / file, folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
-        durable.fsync(folder / file)
+        save_tensors(folder / file, part, ties)
     durable.write_json(folder / SKELETON, skeleton)
     precision = (checkpoint.get("precision") or {}).get("ran")
     manifest = describe(folder, (*parts, SKELETON), checkpoint.get("global_step", 0), precision)
     durable.write_json(folder / MANIFEST, manifest)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write a file of safetensors, durably. Raises OSError."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
+    except SafetensorError as error:  # safetensors raises this class also for a full disk
+        raise OSError(f"{path}: {error}") from error
+    os.chmod(path, path.parent.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
+    durable.fsync(path)
 
 
 def _ties(state_dict: Any) -> dict[str, str]:

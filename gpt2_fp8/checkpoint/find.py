@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.manifest import CheckpointError, verified
+from gpt2_fp8.checkpoint.manifest import CheckpointError, verify
 from gpt2_fp8.checkpoint.pointers import Pointer
-
-Check = Callable[[Path], object]
 
 log = logging.getLogger(__name__)
 
 
-def resolve(ckpt_path: str, checkpoints_dir: Path, check: Check = verified) -> Path | None:
-    """Return the checkpoint that `ckpt_path` means for the run whose checkpoints are in `checkpoints_dir`.
-
-    It has passed `check`, which raises CheckpointError for a folder that cannot be used. Below, "whole" means that.
+def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
+    """Return the checkpoint that `ckpt_path` means for the run whose checkpoints are in `checkpoints_dir`, verified.
 
     last: the one that `last.json` names. If that is damaged, it is the highest whole step before it, then the highest
     whole step after it. The latter belong to a branch that the run has left. Without a usable `last.json` it is the
@@ -31,58 +26,47 @@ def resolve(ckpt_path: str, checkpoints_dir: Path, check: Check = verified) -> P
         CheckpointError: no whole one is left, there is no best or it is damaged, or the path is not a checkpoint.
     """
     if ckpt_path == "last":
-        return _last(checkpoints_dir, check)
-    if ckpt_path == "best":
-        return _best(checkpoints_dir, check)
-    path = Path(ckpt_path).expanduser()
-    check(path)
+        return _find_last(checkpoints_dir)
+    path = _read_best(checkpoints_dir) if ckpt_path == "best" else Path(ckpt_path).expanduser()
+    verify(path)
     return path
 
 
-def _last(folder: Path, check: Check) -> Path | None:
-    pointer, problem = _pointer(folder)
+def _find_last(folder: Path) -> Path | None:
+    pointer, problem = _read_last(folder)
     candidates = _candidates(folder, pointer)
     if not candidates and not os.path.lexists(folder / "last.json"):
         return None
-    if problem:
-        log.warning("%s is skipped: %s", folder / "last.json", problem)
-    reasons = []
+    reasons = [f"{folder / 'last.json'}: {problem}"] if problem else []
     for path in candidates:
         try:
-            check(path)
+            verify(path)
         except CheckpointError as error:
             reasons.append(error.problems[0].cause)
-            log.warning("skipped: %s", reasons[-1])
             continue
-        if problem or reasons:
+        for reason in reasons:
+            log.warning("skipped: %s", reason)
+        if reasons:
             log.warning("%s is the newest checkpoint that is whole", path)
-        if pointer and _step(path) <= pointer.step:
-            for later in (other.name for other in candidates if _step(other) > pointer.step):
-                log.info("skipped: %s, of a branch left behind, as last.json names step %d", later, pointer.step)
         return path
     raise CheckpointError.of(
-        f"{folder} has no whole checkpoint left: {'; '.join(reasons) or problem}",
+        f"{folder} has no whole checkpoint left: {'; '.join(reasons)}",
         "restore one from a copy, or start from the beginning under another run_name",
     )
 
 
-def _best(folder: Path, check: Check) -> Path:
+def _read_best(folder: Path) -> Path:
+    remedy = "use ckpt_path=last, or the path of a checkpoint"
     try:
-        pointer = pointers.follow(folder, "best")
+        return folder / pointers.follow(folder, "best").checkpoint
     except FileNotFoundError:
-        raise CheckpointError.of(
-            f"{folder} has no best checkpoint: no validation of this run has given a finite loss yet",
-            "use ckpt_path=last, or the path of a checkpoint",
-        ) from None
+        cause = f"{folder} has no best checkpoint: no validation of this run has given a finite loss yet"
+        raise CheckpointError.of(cause, remedy) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError.of(
-            f"{folder / 'best.json'} cannot be used: {error}", "use ckpt_path=last, or the path of a checkpoint"
-        ) from None
-    check(folder / pointer.checkpoint)
-    return folder / pointer.checkpoint
+        raise CheckpointError.of(f"{folder / 'best.json'} cannot be used: {error}", remedy) from None
 
 
-def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
+def _read_last(folder: Path) -> tuple[Pointer | None, str | None]:
     """Return what `last.json` says, and why it is of no use, if it is not."""
     try:
         pointer = pointers.follow(folder, "last")
@@ -96,17 +80,10 @@ def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
 
 def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
     """Return the folders named as checkpoints, the best choice first, with those that a killed writer moved aside."""
-    found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
+    found = {path: pointers.step_of(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
+    steps = {path: step for path, step in found.items() if step is not None}
 
     def rank(path: Path) -> tuple[bool, int, bool]:
-        step = _step(path)
-        return pointer is None or step <= pointer.step, step, path.suffix != ".old"
+        return pointer is None or steps[path] <= pointer.step, steps[path], path.suffix != ".old"
 
-    return sorted(found, key=rank, reverse=True)
-
-
-def _step(path: Path) -> int:
-    """Return the step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
-    step = pointers.step_of(path.name)
-    step = pointers.step_aside(path.name) if step is None else step
-    return -1 if step is None else step
+    return sorted(steps, key=rank, reverse=True)

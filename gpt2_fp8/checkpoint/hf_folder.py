@@ -7,22 +7,20 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint.files import save_tensors
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
-EMPTY: Mapping[str, bytes] = MappingProxyType({})
 _REMEDY = "give a whole folder, as save_pretrained of transformers writes it"
 
 
@@ -43,27 +41,27 @@ class Tensors:
     def load(self, key: str) -> Tensor:
         """Return a tensor, on the CPU. Raises CheckpointError for one that is not float32, bfloat16 or float16."""
         if (dtype := self._files[key].get_slice(key).get_dtype()) not in DTYPES:
-            raise unfit(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
+            raise weights_error(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
         tensor: Tensor = self._files[key].get_tensor(key)
         return tensor
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Tensors]:
+def open_weights(path: Path) -> Iterator[Tensors]:
     """Open a folder's weights. Raises CheckpointError, also for what cannot be read of them while they are open."""
     with ExitStack() as stack:
         try:
             yield Tensors(path, stack)
         except (SafetensorError, OSError) as error:
-            raise unfit(path, [f"they cannot be read ({error})"]) from error
+            raise weights_error(path, [f"they cannot be read ({error})"]) from error
 
 
-def unfit(path: Path, reasons: list[str]) -> CheckpointError:
+def weights_error(path: Path, reasons: list[str]) -> CheckpointError:
     """Return the error that says why a folder's weights are of no use."""
     return CheckpointError([Problem(f"the weights of init_from={path}: {reason}", _REMEDY) for reason in reasons])
 
 
-def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any], others: Mapping[str, bytes] = EMPTY) -> None:
+def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any], others: Mapping[str, bytes]) -> None:
     """Write a folder that is not there yet, or is empty. It appears whole or not at all. Raises OSError.
 
     `others`: what other small files are to be in it, by their names.
@@ -72,12 +70,7 @@ def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any], others
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        try:
-            save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors raises this class also for a full disk
-            raise OSError(f"{path}: {error}") from error
-        os.chmod(temporary / WEIGHTS, temporary.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
-        durable.fsync(temporary / WEIGHTS)
+        save_tensors(temporary / WEIGHTS, weights)
         durable.write_json(temporary / CONFIG, config)
         for name, content in others.items():
             (temporary / name).write_bytes(content)
@@ -93,18 +86,10 @@ def _files(path: Path) -> list[str]:
     """Return the names of a folder's files of weights."""
     if (path / WEIGHTS).is_file():
         return [WEIGHTS]
-    names = sorted(_read_index(path))
-    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise unfit(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
-    if missing := [name for name in names if not (path / name).is_file()]:
-        raise unfit(path, [f"{name}, which {INDEX} names, is missing" for name in missing[:5]])
-    if not names:
-        raise unfit(path, [f"{INDEX} names no files"])
-    return names
-
-
-def _read_index(path: Path) -> set[str]:
     try:
-        return set(disk.read_json(path / INDEX)["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise unfit(path, [f"{INDEX} cannot be read ({error})"]) from None
+        names = sorted(set(disk.read_json(path / INDEX)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise weights_error(path, [f"{INDEX} cannot be read ({error})"]) from None
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        raise weights_error(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
+    return names

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import tree
-from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json, unreadable, verified
+from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json, unreadable, verify
 
 
 def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
@@ -22,15 +22,13 @@ def read(path: Path | str, map_location: Any = None, only: Collection[str] | Non
     file is verified before any tensor is made. Raises CheckpointError.
     """
     path = Path(path)
-    manifest = verified(path)
-    skeleton = read_json(path, SKELETON)
+    verify(path)
+    skeleton = _read_skeleton(path)
+    kept = {key: value for key, value in skeleton.items() if only is None or key in only}
+    # Lightning may pass a function or a dict, which means the CPU.
+    device = str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
     try:
-        if manifest["version"] < 3:
-            skeleton = upgraded(skeleton)
-        if skeleton.get("global_step", 0) != manifest["global_step"]:
-            raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
-        with _tensors(path, manifest["files"].keys(), _device(map_location)) as load:
-            kept = {key: value for key, value in skeleton.items() if only is None or key in only}
+        with _tensors(path, device) as load:
             value: dict[str, Any] = tree.unflatten(kept, load)
     except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable(path, f"its files do not fit together ({error})") from error
@@ -47,28 +45,28 @@ def read_plain(path: Path | str, key: str) -> Any:
 
     It is for a checkpoint that has been read before: nothing is verified. Raises CheckpointError.
     """
-    return tree.unflatten(upgraded(read_json(Path(path), SKELETON)).get(key, {}), lambda name: None)
+    return tree.unflatten(_read_skeleton(Path(path)).get(key, {}), lambda name: None)
 
 
 def keys(path: Path | str) -> set[str]:
     """Return the keys of a checkpoint's state, without reading a tensor. Raises CheckpointError."""
-    return set(upgraded(read_json(Path(path), SKELETON)))
+    return set(_read_skeleton(Path(path)))
+
+
+def _read_skeleton(path: Path) -> dict[str, Any]:
+    skeleton: dict[str, Any] = read_json(path, SKELETON)
+    return upgrade(skeleton) if read_json(path, MANIFEST)["version"] < 3 else skeleton
 
 
 @contextmanager
-def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callable[[str], Tensor]]:
-    """Return a function from a tensor's path to the tensor, which it reads from its memory-mapped file.
-
-    `files` are those that were verified: no other one is opened.
-    """
+def _tensors(path: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
+    """Return a function from a tensor's name to the tensor, which it reads from its memory-mapped file."""
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
 
         def load(name: str) -> Tensor:
             file, key = place(name)
             if file not in opened:
-                if file not in files:
-                    raise ValueError(f"{name!r} would be in {file}, which the manifest does not list")
                 opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=device))
             tensor: Tensor = opened[file].get_tensor(key)
             # On the CPU it is a view of the map. A copy does not depend on what later happens to the file.
@@ -77,15 +75,10 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
         yield load
 
 
-def _device(map_location: Any) -> str:
-    """Return the device as safetensors wants it. A function or a dict, which Lightning may pass, means the CPU."""
-    return str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
-
-
 _CALLBACKS = {"Tiers": "Checkpointing", "Fallback": "DivergenceGuard"}
 
 
-def upgraded(skeleton: dict[str, Any]) -> dict[str, Any]:
+def upgrade(skeleton: dict[str, Any]) -> dict[str, Any]:
     """Return a state's skeleton with the keys of the present format. One that has them already stays as it is.
 
     Format 3 put the state of a training step under one key, and renamed two callbacks:

@@ -1,8 +1,8 @@
 """What a checkpoint's folder says about itself, and whether it is complete.
 
 Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
-changed bit goes unnoticed: `verified` compares the files with them. Version 3 renames keys of the state
-(`load.upgraded`).
+changed bit goes unnoticed: `verify` compares the files with them. Version 3 renames keys of the state
+(`load.upgrade`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import platform
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint.pointers import step_aside, step_of
+from gpt2_fp8.checkpoint.pointers import step_of
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
 
@@ -31,9 +30,7 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.s
 SKELETON, MANIFEST = "state.json", "manifest.json"
 SEAL = "sha256"  # the key of the manifest's own digest
 _PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
-# A file that was written again within the resolution of its time stamp would look unchanged.
-_SETTLED_SECONDS = 2.0
-_seen: set[tuple[int | str, ...]] = set()  # `_identity` of a file, and its digest
+_seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was compared with its digest
 
 
 class CheckpointError(UserError):
@@ -94,14 +91,14 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Return the manifest. It is unchanged, of a known format, and of the step in the folder's name.
 
-    Every file that it lists is there at full length. Their content is not checked here, but in `verified`.
+    Every file that it lists is there at full length. Their content is not checked here, but in `verify`.
     Raises CheckpointError.
     """
     path = Path(path)
     if not path.is_dir():
-        pickled = path.exists()
-        what = "it is a file, and checkpoints are folders; pickles (.ckpt, .pt) are never opened"
-        raise unreadable(path, what if pickled else "there is no such folder")
+        raise unreadable(
+            path, "it is a file, and checkpoints are folders" if path.exists() else "there is no such folder"
+        )
     manifest = read_json(path, MANIFEST)
     try:
         _check(path, manifest)
@@ -146,16 +143,11 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
     if (version > 1 or SEAL in manifest) and _own_digest(manifest) != manifest[SEAL]:
         raise unreadable(path, f"{MANIFEST} was changed after it was written: its own SHA-256 does not fit")
     step = manifest["global_step"]
-    named = step_aside(path.name) if step_of(path.name) is None else step_of(path.name)
-    if named not in (step, None):
+    if (named := step_of(path.name)) not in (step, None):
         raise unreadable(path, f"it is of step {step}, by its {MANIFEST}, and its name is that of step {named}")
-    for name in sorted({MODEL, SKELETON} - manifest["files"].keys()):
-        raise unreadable(path, f"{MANIFEST} does not list {name}")
-    for name in sorted(manifest["files"].keys() - {MODEL, OPTIMIZER, STATE, SKELETON}):
-        raise unreadable(path, f"{MANIFEST} lists {name!r}, which is not part of a checkpoint")
 
 
-def verified(path: Path | str) -> dict[str, Any]:
+def verify(path: Path | str) -> dict[str, Any]:
     """Return the manifest of the checkpoint `path`, after comparing every file with its listed size and SHA-256.
 
     A file that this process has already read, and that has not changed since, is not read again. A checkpoint of
@@ -169,21 +161,17 @@ def verified(path: Path | str) -> dict[str, Any]:
         return manifest
     listed = {name: entry["sha256"] for name, entry in manifest["files"].items()}
     try:
-        before = {name: _identity(path / name) for name in listed}
-        unseen = [name for name in listed if (*before[name], listed[name]) not in _seen]
-        found, now = digests(path, unseen), time.time()
-        after = {name: _identity(path / name) for name in unseen}
+        identities = {name: _identity(path / name, sha256) for name, sha256 in listed.items()}
+        found = digests(path, [name for name in listed if identities[name] not in _seen])
     except OSError as error:
         raise unreadable(path, f"a file of it cannot be read ({error})") from None
-    if wrong := [name for name in unseen if found[name] != listed[name]]:
+    if wrong := [name for name in found if found[name] != listed[name]]:
         raise unreadable(path, f"{', '.join(wrong)} was changed after it was written: its SHA-256 does not fit")
-    for name in unseen:
-        if before[name] == after[name] and now - max(before[name][-2:]) / 1e9 > _SETTLED_SECONDS:
-            _seen.add((*before[name], listed[name]))
+    _seen.update(identities[name] for name in found)
     return manifest
 
 
-def _identity(path: Path) -> tuple[int, ...]:
-    """Return device, inode, size and the times of the last change (of bytes, of anything) in ns."""
+def _identity(path: Path, sha256: str) -> tuple[int | str, ...]:
+    """Return what changes with the file `path`: device, inode, size, time of the last change; and its digest."""
     found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns, sha256

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
 
-_NAME = re.compile(r"step-([0-9]{8,15})")
+Kind = Literal["last", "best"]
+VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, with this result
+_NAME = re.compile(r"step-([0-9]{8,15})|\.step-([0-9]{8,15})\.old")
 
 
 def folder_name(step: int) -> str:
@@ -20,20 +22,9 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint folder's name; None for any other name."""
+    """Return the step of `step-00000004`, and of `.step-00000004.old`, which a killed writer has moved aside."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def step_aside(name: str) -> int | None:
-    """Return the step of a folder that a killed writer moved aside, `.step-00000004.old`; None for any other name."""
-    return step_of(name[1:-4]) if name.startswith(".") and name.endswith(".old") else None
-
-
-__all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
-
-Kind = Literal["last", "best"]
-VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, with this result
+    return int(match[1] or match[2]) if match else None
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Pointer:
 
 def steps(folder: Path) -> dict[int, Path]:
     """Return every folder in `folder` that is named as a checkpoint, whole or not, by its step, oldest first."""
-    entries = folder.iterdir() if folder.is_dir() else ()
+    entries = folder.glob("step-*") if folder.is_dir() else ()
     found = {step: entry for entry in entries if (step := step_of(entry.name)) is not None and entry.is_dir()}
     return dict(sorted(found.items()))
 
@@ -61,9 +52,9 @@ def follow(folder: Path, kind: Kind) -> Pointer:
     """
     value = disk.read_json(folder / f"{kind}.json")
     try:
-        pointer = Pointer(value["checkpoint"], value["step"], _loss(value["val_loss"]))
-        fits = step_of(pointer.checkpoint) == pointer.step
-    except (KeyError, TypeError):
+        pointer = Pointer(value["checkpoint"], value["step"], _finite(value["val_loss"]))
+        fits = folder_name(pointer.step) == pointer.checkpoint
+    except (KeyError, TypeError, ValueError):
         fits = False
     if not fits:
         raise ValueError("it does not name the folder of a step (checkpoint, step, val_loss)")
@@ -80,7 +71,7 @@ def read(folder: Path, kind: Kind) -> Pointer | None:
 
 def write(folder: Path, kind: Kind, pointer: Pointer) -> None:
     """Move the pointer, atomically. Call it after the checkpoint is durable. Raises OSError."""
-    durable.write_json(folder / f"{kind}.json", asdict(pointer) | {"val_loss": _loss(pointer.val_loss)})
+    durable.write_json(folder / f"{kind}.json", asdict(pointer) | {"val_loss": _finite(pointer.val_loss)})
 
 
 def remove(folder: Path, kind: Kind) -> None:
@@ -89,20 +80,20 @@ def remove(folder: Path, kind: Kind) -> None:
     durable.fsync(folder)
 
 
-def note(folder: Path, pointer: Pointer) -> None:
+def write_note(folder: Path, pointer: Pointer) -> None:
     """Write the validation of a checkpoint into its folder. Raises OSError."""
-    noted = {"step": pointer.step, "val_loss": _loss(pointer.val_loss)}
-    durable.write_json(folder / pointer.checkpoint / VALIDATION, noted)
+    value = {"step": pointer.step, "val_loss": _finite(pointer.val_loss)}
+    durable.write_json(folder / pointer.checkpoint / VALIDATION, value)
 
 
-def noted(path: Path) -> Pointer | None:
-    """Return what `note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
+def read_note(path: Path) -> Pointer | None:
+    """Return what `write_note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
     try:
         value = disk.read_json(path / VALIDATION)
-        return Pointer(path.name, value["step"], _loss(value["val_loss"]))
+        return Pointer(path.name, value["step"], _finite(value["val_loss"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _loss(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None

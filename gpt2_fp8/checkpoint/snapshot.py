@@ -13,11 +13,13 @@ import mmap
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpt2_fp8.checkpoint import tree
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ class Snapshots:
 
         Nothing happens for a value without tensors on a GPU. Do not call it while a CUDA graph is being recorded.
         """
-        tensors = list({_place(tensor): tensor for tensor in _gpu_tensors(value)}.values())
+        tensors = list({tree.memory_key(tensor): tensor for tensor in _gpu_tensors(value)}.values())
         if tensors:
             self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
 
@@ -137,9 +139,22 @@ class Snapshots:
         checkpoint cannot keep: the later write does.
         """
         self._pinned.rewind()
-        snapshot = _Snapshot(self._pinned)
-        copied = snapshot.copy(value)
-        for device in snapshot.devices:
+        copies: dict[tuple, Tensor] = {}
+        devices: set[torch.device] = set()
+
+        def copy_tensor(tensor: Tensor) -> Tensor:
+            key = tree.memory_key(tensor)
+            if not tensor.numel() or key not in copies:
+                source = tensor.detach().resolve_conj().resolve_neg()
+                if source.is_cuda:
+                    devices.add(source.device)
+                    copies[key] = self._pinned.empty_like(source).copy_(source, non_blocking=True)
+                else:
+                    copies[key] = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            return copies[key]
+
+        copied = _copy(value, copy_tensor)
+        for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copied
 
@@ -148,40 +163,15 @@ class Snapshots:
         self._pinned.close()
 
 
-class _Snapshot:
-    def __init__(self, pinned: Pinned) -> None:
-        self.devices: set[torch.device] = set()
-        self._pinned = pinned
-        self._copies: dict[tuple, Tensor] = {}
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (dict, OrderedDict):
-            return kind((key, self.copy(entry)) for key, entry in value.items())
-        if kind in (list, tuple):
-            return kind(self.copy(entry) for entry in value)
-        if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
-            return self._tensor(value)
-        return copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        place = _place(tensor)
-        if tensor.numel() and place in self._copies:
-            return self._copies[place]
-        source = tensor.detach().resolve_conj().resolve_neg()
-        if source.is_cuda:
-            self.devices.add(source.device)
-            host = self._pinned.empty_like(source).copy_(source, non_blocking=True)
-        else:
-            host = source.cpu() if source.device.type != "cpu" else source.clone(memory_format=torch.contiguous_format)
-        self._copies[place] = host
-        return host
-
-
-def _place(tensor: Tensor) -> tuple:
-    """Return a key for a tensor's memory and how it is read, as in `tree`."""
-    bits = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits)
+def _copy(value: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _copy(entry, copy_tensor)) for key, entry in value.items())
+    if kind in (list, tuple):
+        return kind(_copy(entry, copy_tensor) for entry in value)
+    if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
+        return copy_tensor(value)
+    return copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _gpu_tensors(value: Any) -> Iterator[Tensor]:

@@ -45,9 +45,41 @@ def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
 def unflatten(skeleton: Any, load: Callable[[str], Any]) -> Any:
     """Return the value that `flatten` split; `load` gives the tensor of a name and is called once for each.
 
-    Raises ValueError for a skeleton that `flatten` cannot have made.
+    Raises ValueError for a tag that `flatten` does not write.
     """
-    return _decode(skeleton, load, {})
+    loaded: dict[str, Any] = {}
+
+    def decode(value: Any) -> Any:
+        if isinstance(value, list):
+            return [decode(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next(iter(value), "")
+        if not tag.startswith("$"):
+            return {key: decode(entry) for key, entry in value.items()}
+        content = value[tag]
+        if tag == "$tensor":
+            if content not in loaded:
+                loaded[content] = load(content)
+            return loaded[content]
+        if tag == "$int":
+            return int(content, 16)
+        if tag == "$float":
+            return float(content)
+        if tag == "$tuple":
+            return tuple(decode(content))
+        if tag in ("$dict", "$ordered"):
+            pairs = [(decode(key), decode(entry)) for key, entry in content]
+            return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
+        raise ValueError(f"{tag} is not known here")
+
+    return decode(skeleton)
+
+
+def memory_key(tensor: Tensor) -> tuple:
+    """Return a key for a tensor's memory and how it is read: equal keys are equal tensors."""
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits)
 
 
 class _Flattener:
@@ -93,8 +125,7 @@ class _Flattener:
                 f"{_spell(path)} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, "
                 "which a checkpoint cannot keep"
             )
-        bits = (tensor.is_conj(), tensor.is_neg())
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits)
+        key = memory_key(tensor)
         if tensor.numel() and key in self._names:
             return self._names[key]
         name = ".".join(path)
@@ -111,32 +142,3 @@ class _Flattener:
 
 def _spell(path: tuple[str, ...]) -> str:
     return ".".join(path) or "the value"
-
-
-def _decode(skeleton: Any, load: Callable[[str], Any], loaded: dict[str, Any]) -> Any:
-    if isinstance(skeleton, list):
-        return [_decode(entry, load, loaded) for entry in skeleton]
-    if not isinstance(skeleton, dict):
-        return skeleton
-    tags = [key for key in skeleton if key.startswith("$")]
-    if not tags:
-        return {key: _decode(entry, load, loaded) for key, entry in skeleton.items()}
-    if len(skeleton) != 1:
-        raise ValueError(f"{tags[0]} occurs together with other keys")
-    tag, content = tags[0], skeleton[tags[0]]
-    if tag in ("$tensor", "$int", "$float") and not isinstance(content, str):
-        raise ValueError(f"{tag} holds no string")
-    if tag == "$tensor":
-        if content not in loaded:
-            loaded[content] = load(content)
-        return loaded[content]
-    if tag == "$int":
-        return int(content, 16)
-    if tag == "$float" and content in ("nan", "inf", "-inf"):
-        return float(content)
-    if tag == "$tuple" and isinstance(content, list):
-        return tuple(_decode(entry, load, loaded) for entry in content)
-    if tag in ("$dict", "$ordered") and isinstance(content, list):
-        pairs = ((_decode(key, load, loaded), _decode(entry, load, loaded)) for key, entry in content)
-        return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
-    raise ValueError(f"{tag} is not known here, or does not hold what it should")

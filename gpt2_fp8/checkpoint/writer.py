@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
 from gpt2_fp8.config.errors import UserError
 
 log = logging.getLogger(__name__)
-
-REMINDER = 5  # failures in a row after which the warning is repeated
 
 
 class Outcome(NamedTuple):
@@ -37,7 +34,7 @@ class Writer:
     Args:
         folder: holds the checkpoints and their pointers.
         keep: how many of the newest are kept (at least one), in addition to the best.
-        kept: the steps whose checkpoints are kept for good; None: none are.
+        is_permanent: says whether a step's checkpoint is kept for good; None: none is.
         asynchronous: write in a thread, from a copy in host memory. Each copy overwrites the one before, so a
             checkpoint waits for the one before it. The log says so once if it has to wait.
 
@@ -45,18 +42,20 @@ class Writer:
     often it happens. A process that leaves without `close` may lose the newest checkpoint, but no older one.
     """
 
-    def __init__(self, folder: Path, keep: int, kept: KeptSteps | None = None, asynchronous: bool = True) -> None:
+    def __init__(
+        self, folder: Path, keep: int, is_permanent: Callable[[int], bool] | None = None, asynchronous: bool = True
+    ) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
-        self.kept = kept or KeptSteps()
         self.asynchronous = asynchronous
         self.outcome = Outcome()
         self.written: set[int] = set()  # the steps that this object has written, deleted or not
+        self._is_permanent = is_permanent or (lambda step: False)
         self._snapshots = Snapshots()
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._failures = 0  # in a row
         self._said_slow = False
+        self._is_failing = False
 
     def begin(self, saved_step: int | None, best: Pointer | None) -> None:
         """Make the folder, tidy it, and trust its `best.json` before the `best` of a checkpoint, which may be older.
@@ -68,27 +67,22 @@ class Writer:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
-            self.outcome = Outcome(saved_step, None, self._reconciled(best))
+            self.outcome = Outcome(saved_step, None, self._reconcile_best(best))
         except OSError as error:
-            raise UserError.of(
-                f"{self.folder} cannot be made ready for checkpoints: {error.strerror or error}",
-                "free space there and make it writable, or give another folder: hydra.run.dir=FOLDER",
-            ) from None
-        self._failures = 0
+            raise UserError.of(f"{self.folder} cannot be written: {error.strerror or error}") from None
 
-    def _reconciled(self, best: Pointer | None) -> Pointer | None:
-        """Return what `best.json` names, or else the best of `best` and the notes beside the checkpoints.
+    def _reconcile_best(self, best: Pointer | None) -> Pointer | None:
+        """Return what `best.json` says, or else the best of `best` and the notes beside the checkpoints.
 
         In the latter case the file is written again. None: no whole checkpoint is left of them. Raises OSError.
         """
-        found = pointers.read(self.folder, "best")
-        if found and files.is_checkpoint(self.folder / found.checkpoint):
-            return found
-        noted = (
-            map(pointers.noted, pointers.steps(self.folder).values()) if (self.folder / "best.json").exists() else ()
-        )
-        known = [one for one in (best, *noted) if one is not None and one.val_loss is not None]
-        found = min(known, key=lambda one: one.val_loss or 0.0, default=None)
+        named, known = pointers.read(self.folder, "best"), [best]
+        if named and files.is_checkpoint(self.folder / named.checkpoint):
+            return named
+        if (self.folder / "best.json").exists():  # damaged
+            known += map(pointers.read_note, pointers.steps(self.folder).values())
+        validated = [one for one in known if one is not None and one.val_loss is not None]
+        found = min(validated, key=lambda one: one.val_loss or 0.0, default=None)
         if found is None or not files.is_checkpoint(self.folder / found.checkpoint):
             return None  # this folder's run has no best yet: the state may be another run's
         pointers.write(self.folder, "best", found)
@@ -115,25 +109,21 @@ class Writer:
             self.wait()
             checkpoint = self._snapshots.take(checkpoint)
         self.outcome = self.outcome._replace(failed_step=None)  # this may be a retry of the step that failed
-        self._do(self._save, checkpoint, pointer)
+        self._submit(self._save, checkpoint, pointer)
 
     def note(self, pointer: Pointer, better: bool) -> None:
         """Write the validation of a saved step, and let `best` name it if it is `better`.
 
         `pointer.val_loss` is None for a loss that is not finite. Nothing happens if the step could not be saved.
         """
-        self._do(self._note, pointer, better)
+        self._submit(self._note, pointer, better)
 
     def fail(self, step: int, error: Exception) -> None:
-        """Count a checkpoint that could not be written. The log says so the first time, and every `REMINDER` times."""
-        self._failures += 1
+        """Record a checkpoint that could not be written. The first of several in a row logs a warning."""
         self.outcome = self.outcome._replace(failed_step=step)
-        if self._failures == 1:
+        if not self._is_failing:
             log.warning("step %d could not be saved, training goes on: %s", step, error)
-        elif self._failures % REMINDER == 0:
-            newest = "none" if self.outcome.saved_step is None else f"of step {self.outcome.saved_step}"
-            log.warning("step %d could not be saved either, the %dth in a row; the newest checkpoint is %s: %s",
-                        step, self._failures, newest, error)  # fmt: skip
+        self._is_failing = True
 
     def check(self) -> None:
         """Raise what a finished job raised, without waiting. A full disk raises nothing."""
@@ -158,7 +148,7 @@ class Writer:
                 self._thread = None
             self._snapshots.close()
 
-    def _do(self, job: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
         if not self.asynchronous:
             job(*arguments)
             return
@@ -178,7 +168,7 @@ class Writer:
         except OSError as error:
             self.fail(pointer.step, error)
             return
-        self._failures = 0
+        self._is_failing = False
         self.outcome = self.outcome._replace(saved_step=pointer.step, failed_step=None)
         self._prune(pointer.step)
 
@@ -198,7 +188,7 @@ class Writer:
                 pointers.write(self.folder, "best", pointer)
                 self.outcome = self.outcome._replace(best=pointer)
             pointers.write(self.folder, "last", pointer)
-            pointers.note(self.folder, pointer)
+            pointers.write_note(self.folder, pointer)
         except OSError as error:
             log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
         self._prune(step)
@@ -206,7 +196,7 @@ class Writer:
     def _prune(self, step: int) -> None:
         """Delete what newer checkpoints supersede. Later steps, of a branch left behind, stay."""
         found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
-        kept = set(sorted(found)[-self.keep :]) | {s for s in found if s in self.kept}
+        kept = set(sorted(found)[-self.keep :]) | set(filter(self._is_permanent, found))
         if self.outcome.best is not None:
             kept.add(self.outcome.best.step)
         for superseded in found.keys() - kept:

@@ -6,18 +6,16 @@ has no module `cute`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 NOT_INSTALLED = "flash-attn-4 is not installed"
-ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
 
 
 @cache
 def flash_backward() -> Callable[..., Any] | None:
-    """Return the backward, which takes `ARGUMENTS`; None if `why_no_flash` gives a reason.
+    """Return the backward; None if `why_no_flash` gives a reason.
 
     q, k, v, out, dout and the results dq, dk, dv: bfloat16 [batch, tokens, heads, head size]. lse: float32 [batch,
     heads, tokens], the natural logarithm of each row's sum of exponentials.
@@ -27,19 +25,16 @@ def flash_backward() -> Callable[..., Any] | None:
 
 @cache
 def why_no_flash() -> str | None:
-    """Return why it cannot be called, or None.
-
-    It may be missing, fail to load, or have another interface than the beta that this was written for.
-    """
+    """Return why it cannot be called, or None. It may be missing or fail to load."""
     try:
-        known = set(inspect.signature(_imported()).parameters) >= ARGUMENTS
+        _imported()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "flash_attn":  # not installed, or only FlashAttention 2
             return NOT_INSTALLED
         return f"flash-attn-4 does not load: {error}"
     except Exception as error:  # for example from a compiler of another version
         return f"flash-attn-4 does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return None if known else "flash-attn-4 has another interface than 4.0.0b36"
+    return None
 
 
 def _imported() -> Callable[..., Any]:

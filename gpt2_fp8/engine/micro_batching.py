@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 
 log = logging.getLogger(__name__)
 

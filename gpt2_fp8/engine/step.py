@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.moments import Gap
-from gpt2_fp8.runtime.sent import Sent
+from gpt2_fp8.runtime.moments import Gap, Sent
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
 

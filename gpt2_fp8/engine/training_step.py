@@ -30,7 +30,7 @@ from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 
 COMPUTES_MEANWHILE = ["cuda"]  # devices that compute while the host goes on
 

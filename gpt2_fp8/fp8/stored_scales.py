@@ -18,7 +18,7 @@ from gpt2_fp8.config.kept_layers import MLP
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.fp8.state import BACKWARD, FORWARD, ScalingState, TEState, states_of
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
-from gpt2_fp8.runtime.sent import Sent
+from gpt2_fp8.runtime.moments import Sent
 
 
 @dataclass(frozen=True)

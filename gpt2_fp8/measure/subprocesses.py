@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from gpt2_fp8.runtime import registry
-from gpt2_fp8.runtime.spool import Spool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ def run(module: str, request: object, timeout_s: float, log: Path | None = None)
     child and its children are gone in either case.
     """
     try:
-        with Spool() as folder:
+        with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
+            folder = Path(name)
             (folder / "request").write_text(json.dumps(request))
             with _opened(log or folder / "log", folder / "log") as output:
                 return _run(module, folder, timeout_s, output)

@@ -52,7 +52,7 @@ def largest(value: int) -> int:
     if not is_distributed():
         return value
     shared = torch.tensor(value, device="cpu")  # named, because Lightning sometimes sets a default device
-    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=_Hosts.group())
+    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=_host_group())
     return int(shared)
 
 
@@ -61,44 +61,34 @@ def everyones(value: str) -> list[str]:
     if not is_distributed():
         return [value]
     values = [""] * rank_and_world()[1]
-    distributed.all_gather_object(values, value, group=_Hosts.group())
+    distributed.all_gather_object(values, value, group=_host_group())
     return values
 
 
-class _Hosts:
-    """The gloo process group of the hosts, created at the first use, once for each default group.
+# The gloo group beside each default group. There are only weak references: the last reference to a gloo group must not
+# live until the interpreter ends, which would wait for the group's threads, and they for it.
+_host_groups: weakref.WeakKeyDictionary[distributed.ProcessGroup, weakref.ref[distributed.ProcessGroup]]
+_host_groups = weakref.WeakKeyDictionary()
 
-    Creating it is collective, but needs no place of its own. Ranks call everything collective in the same order, so the
-    first call of `largest` on one rank meets the first call on every other. Usually that is the question about a signal
-    at the start of `fit`. If signals are not handled, it comes after the first step's gradients. A rank that leaves a
-    wait for data because of a signal asks too, where the others ask before their step.
 
-    torch keeps groups until all are destroyed at once. Here there are only weak references. The last reference to a
-    gloo group must not live until the interpreter ends. The interpreter would wait for the group's threads, and they
-    for it.
+def _host_group() -> distributed.ProcessGroup:
+    """Return the gloo group of the hosts; create it if the default group is new. Collective then.
+
+    Ranks call everything collective in the same order, so the first call of `largest` on one rank meets the first call
+    on every other. Usually that is the question about a signal at the start of `fit`. If signals are not handled, it
+    comes after the first step's gradients. A rank that leaves a wait for data because of a signal asks too, where the
+    others ask before their step.
     """
-
-    _default: weakref.ref[distributed.ProcessGroup] | None = None
-    _made: weakref.ref[distributed.ProcessGroup] | None = None
-
-    @classmethod
-    def group(cls) -> distributed.ProcessGroup:
-        """Return the group; create it if the default group is new. Collective then."""
-        default = distributed.group.WORLD
-        assert default is not None
-        if distributed.get_backend() == "gloo":
-            return default
-        made = cls.made()
-        if made is None:
-            made = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-            cls._default, cls._made = weakref.ref(default), weakref.ref(made)
-        return made
-
-    @classmethod
-    def made(cls) -> distributed.ProcessGroup | None:
-        """Return the group that was made beside the present default group; None: there is none."""
-        default = distributed.group.WORLD
-        return cls._made() if cls._made and cls._default and cls._default() is default else None
+    default = distributed.group.WORLD
+    assert default is not None
+    if distributed.get_backend() == "gloo":
+        return default
+    known = _host_groups.get(default)
+    group = None if known is None else known()
+    if group is None:
+        group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        _host_groups[default] = weakref.ref(group)
+    return group
 
 
 def average(parameters: Iterable[Tensor]) -> None:

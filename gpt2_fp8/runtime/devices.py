@@ -1,7 +1,13 @@
-"""Which device a run computes on, and how many of them."""
+"""Which device a run computes on and how many of them, and what is measured of this process: power, peak memory."""
 
 from __future__ import annotations
 
+import logging
+import re
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,6 +16,8 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
@@ -54,3 +62,33 @@ def place(started: Ranks, present: int) -> int:
         remedy = f"as many processes on each node as it has GPUs ({present} here), or trainer.accelerator=cpu"
         raise UserError.of(f"{cause}, and torch sees {present} GPUs", remedy)
     return started.local_rank
+
+
+def read_gpu_meter() -> dict[str, float]:
+    """Return the GPU's watts, and the part of the last moment (0 to 1) in which a kernel ran; {} if they are unknown.
+
+    NVIDIA's driver is asked, so nothing waits for a kernel. It needs the library `nvidia-ml-py`, and a driver that
+    answers: in some containers it does not.
+    """
+    try:
+        return {"gpu_power_watts": torch.cuda.power_draw() / 1000, "gpu_utilization": torch.cuda.utilization() / 100}
+    except Exception as error:  # pynvml's errors are classes of its own, and pynvml may not be there
+        log.debug("no power and utilisation of the GPU in the log: %s", error)
+        return {}
+
+
+def peak_host_gb() -> float:
+    """Return the most that was resident at once since `reset_peak_host`, or since the process began, in GiB.
+
+    Linux's own counter is read where there is one: `ru_maxrss` includes what the parent had before this program began.
+    """
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def reset_peak_host() -> None:
+    """Forget the peak so far, so that a job of a sweep has its own. Only Linux can; elsewhere nothing happens."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

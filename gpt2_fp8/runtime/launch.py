@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from gpt2_fp8.compat.torch_private import agent_waits
-from gpt2_fp8.runtime import process_end, programs, ranks, slurm
+from gpt2_fp8.runtime import programs, ranks, signals, slurm
 
 SAVE_SECONDS = 600  # that the ranks have to save and end after a signal
 
@@ -25,7 +25,7 @@ def launch(count: int, words: Sequence[str]) -> int:
     """Run this program with `words` as `count` ranks; returns the exit code of the one that failed first."""
     for name in ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    asked = (*process_end.SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else process_end.SIGNALS
+    asked = (*signals.SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else signals.SIGNALS
     handled = [each.name for each in asked if signal.getsignal(each) != signal.SIG_IGN]  # nohup
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=ranks.OWN_ID, max_restarts=0,
@@ -40,7 +40,7 @@ def launch(count: int, words: Sequence[str]) -> int:
         rank, failed = error.get_first_failure()
         if failed.exitcode >= 0:
             return failed.exitcode  # it has said why
-        if -failed.exitcode in process_end.SIGNALS:
+        if -failed.exitcode in signals.SIGNALS:
             return _code(-failed.exitcode)
         name = signal.Signals(-failed.exitcode).name
         programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
@@ -57,4 +57,4 @@ def _program() -> list[str]:
 
 
 def _code(signum: int) -> int:
-    return 128 + (signal.SIGTERM if signum in process_end.LIKE_SIGTERM else signum)
+    return 128 + (signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum)

@@ -1,11 +1,12 @@
-"""Moments in a run's work, and the time between two of them. On a GPU they are CUDA events, for which nothing waits."""
+"""Moments in a run's work and the time between them, and values on their way to the host: CUDA events on a GPU."""
 
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Moment:
@@ -56,3 +57,27 @@ class GapClock:
     def step_ended(self, device: torch.device) -> None:
         """Note the end of what was launched for a step."""
         self._ended = Moment(device)
+
+
+class Sent:
+    """A copy of a tensor's values that travels to the host. To read it waits for what was launched before it alone.
+
+    `tolist` of a tensor on a GPU waits for everything that was launched until then. Make it on the tensor's stream.
+
+    Attributes:
+        arrival: the moment at which the values are there; over once they are read.
+    """
+
+    def __init__(self, values: Tensor):
+        self._values: Tensor | None = values
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        self.arrival = Moment(values.device)
+        self._read: Any = None
+
+    def read(self) -> Any:
+        """Wait for the values and return them, as `Tensor.tolist` does."""
+        if self._values is not None:
+            self.arrival.wait()
+            self._read, self._values = self._values.tolist(), None  # pinned memory is free for the next one
+        return self._read

@@ -1,15 +1,18 @@
-"""What the programs of this package share: their list, how they begin, and their exit codes. Standard library only."""
+"""What the programs of this package share: their list, how they begin and end, their exit codes. Stdlib only."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import atexit
+import hashlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from gpt2_fp8 import __version__
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime.signals import SIGNALS
 
 VERSION = f"gpt2_fp8 {__version__}"
 _FOLDER = Path(__file__).resolve().parents[1]
@@ -32,6 +36,23 @@ def table() -> dict[str, str]:
     """Return what each program does, by the first line of its docstring. Their files are read, and not run."""
     texts = {name: ast.get_docstring(ast.parse((_FOLDER / f"{name}.py").read_bytes())) or "" for name in names()}
     return {name: text.partition("\n")[0] for name, text in texts.items()}
+
+
+@cache
+def source_digest(folder: Path = _FOLDER) -> str | None:
+    """Return the first 12 hexadecimal digits of a SHA-256 of the package's code; None if it cannot be read.
+
+    A version number does not change with each commit.
+    """
+    found = hashlib.sha256()
+    try:
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+        for path in paths:
+            content = path.read_bytes()
+            found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    except OSError:
+        return None
+    return found.hexdigest()[:12] if paths else None
 
 
 def asks_version(argv: list[str]) -> bool:
@@ -145,3 +166,23 @@ def without_reader() -> int:
 def _drop_output() -> None:
     """Drop what is still buffered, which Python would flush once more at its end, and exit with 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def leave_with(code: int) -> None:
+    """Make a signal end the process at once with exit code `code`, since it has come to its end.
+
+    In its last moment, when Python removes its handlers, a signal is ignored.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(code))
+
+
+def ignore_at_the_end() -> None:
+    """Ignore signals at the very end of the process.
+
+    Call this before anything registers with `atexit`, which calls what registered first last. Python then resets
+    handlers to the default, which ends the process by the signal, whatever its exit code is. It leaves ignored signals
+    ignored.
+    """
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])

@@ -22,8 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError
-from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import process_end, ranks, signals
+from gpt2_fp8.runtime import programs, ranks, signals
 from gpt2_fp8.runtime.ranks import Ranks
 
 PATIENCE_SECONDS = 300.0  # one rank may import its packages from a slow disk while the others wait
@@ -161,7 +160,7 @@ class Meeting:
             said = self._store.get("said").decode() if there else None
         known = error is not None and (error.told or (said is not None and text.splitlines()[0] in said))
         if not known and said != text:
-            process_end.say(harmless(f"rank {self.ranks.rank}: {text}\n"))
+            programs.say(f"rank {self.ranks.rank}: {text}")
 
     def _failure(self, store: dist.Store | None = None) -> RankLost | None:
         store = store or self._store
@@ -181,7 +180,7 @@ class Meeting:
                 writer = threading.Thread(target=on_lost, args=(error,), daemon=True)
                 writer.start()
                 writer.join(2 * GRACE_SECONDS)
-                process_end.say(harmless(f"{error}\n"))
+                programs.say(str(error))
                 store.set("said", str(error))
             os._exit(error.exit_code)
 

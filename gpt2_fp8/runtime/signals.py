@@ -1,15 +1,247 @@
-"""The signals of this process, as other rooms ask for them: has one come, may it end the current work.
+"""SIGINT, SIGTERM, SIGHUP and SIGQUIT (under SLURM also SIGUSR1 and SIGUSR2), from the start of a process to its end.
 
-What a signal does is in `signal_handlers`.
+What a signal does depends on when it arrives:
+
+- During start-up, and in a wait declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
+- In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
+  done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
+  (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
+- A second signal ends the process at once, at any time. Files on the disk are complete at every moment. A thread does
+  it: a backward on a CPU can keep the main thread, and so Python's handlers, from running for minutes.
+
+An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
+everything. A library left half done may fail with an error of its own. So the exception is only a messenger. The signal
+stays recorded, and `Interrupted` is raised again until something ends because of it. Whatever ends with another error
+after it was `thrown` ends for the signal.
+
+SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was ignored when the process began
+(`nohup`) stays ignored.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
 
-from gpt2_fp8.runtime.signal_handlers import Signals
+from gpt2_fp8.runtime import ranks, slurm
+
+LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
+# Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
+NATIVE_SECONDS = 30.0  # that a rank of torch's agent may be in one native call after a signal
+ECHO_SECONDS = 0.5
+IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
+# Our own thread sends it to make the main thread look again; without a handler it has no effect.
+_AGAIN = signal.SIGURG
+_AGAIN_SECONDS = 0.1
+
+
+class Interrupted(BaseException):
+    """A signal ends this process where it is.
+
+    It is not an Exception: those are caught by code that tries something again, or tests whether something exists.
+    """
+
+    def __init__(self, signum: int):
+        self.signum = signum
+        super().__init__(f"signal {signum}")
+
+
+class Signals:
+    """The signal handlers of a process, and what they have received.
+
+    Attributes:
+        received: the first signal's number; None before it.
+        thrown: whether `Interrupted` was raised for it.
+        gives_up: whether `look` may raise.
+        ends: whether the process is ending, so that there is nothing to say of a signal.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.thrown = False
+        self.gives_up = False
+        self.ends = False
+        self._received_at = 0.0
+        self._held = True
+        self._told = False  # whether stderr says that the run is stopping
+        self._watched = False  # whether a thread ends the process, and asks again until the exception has arrived
+        self._wakeup: list[int] = []  # a pipe for each signal's number, and where Python wrote them before
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Install the handlers, except for ignored signals; again if other code, as Lightning's, has replaced them."""
+        for number in (*SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else SIGNALS:
+            before = self._previous.setdefault(number, signal.getsignal(number))
+            signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else self._receive)
+        self._previous.setdefault(_AGAIN, signal.signal(_AGAIN, self._look_again))
+        if not self._wakeup:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._wakeup = [reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)]
+
+    def watch(self) -> None:
+        """Have a thread see signals from now on; a first signal does so too. The handlers must be installed.
+
+        It is not started with them: while torch is loaded, memory may be scarce.
+        """
+        if not self._watched:
+            with suppress(RuntimeError, MemoryError):  # if no thread can be started
+                threading.Thread(target=self._watch, args=self._wakeup[:1], name="signals", daemon=True).start()
+                self._watched = True
+
+    def uninstall(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            # None: it was not set from Python, and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+        if self._wakeup:
+            reader, writer, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            os.close(writer)  # the thread then ends, and closes the other end
+            if not self._watched:
+                os.close(reader)
+            self._wakeup, self._watched = [], False
+
+    @property
+    def installed(self) -> bool:
+        """Whether the handlers are installed. They never are off the main thread."""
+        return bool(self._previous)
+
+    def hold(self) -> None:
+        """Only record signals from now on."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise `Interrupted` for signals from now on, and soon for one that was recorded before."""
+        self._held = False
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Enter a context in which a signal raises `Interrupted`, also one that was recorded before."""
+        held = self._held
+        try:
+            if self.received is not None and held:
+                self.throw()
+            self._held = False
+            yield
+        finally:
+            self._held = held
+
+    def throw(self) -> None:
+        """Raise `Interrupted` for the signal that was received."""
+        assert self.received is not None
+        self.thrown = True
+        raise Interrupted(self.received)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            return
+        self.received, self._received_at = _meaning(signum), time.monotonic()
+        if signum == signal.SIGHUP:
+            _leave_terminal()
+        self.watch()
+        if self._held:
+            self._tell(signum)
+        else:
+            self._throw_from(frame)
+
+    def _tell(self, signum: int) -> None:
+        if not self._told and not self.ends:
+            self._told = True
+            before = "\r\x1b[2K" if os.isatty(2) else "\n"  # erase the progress bar, which is drawn again below
+            text = f"{before}{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n"
+            with suppress(OSError):
+                os.write(2, text.encode())  # not print(): the signal may have interrupted just that call
+
+    def _watch(self, reader: int) -> None:
+        """Read the signals' numbers: end the process at the second one, and have the main thread look again."""
+        main, first, first_at = threading.main_thread().ident, 0, 0.0
+        assert main is not None
+        while True:
+            if first and not select.select([reader], [], [], _AGAIN_SECONDS)[0]:
+                if not self._held:
+                    signal.pthread_kill(main, _AGAIN)
+                elif self.received is None:  # the main thread has not come to its handler
+                    self._tell(first)
+                    if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - first_at > NATIVE_SECONDS:
+                        os._exit(128 + _meaning(first))  # it waits in NCCL for a rank that is gone
+                continue
+            if not (read := os.read(reader, 1)):
+                os.close(reader)
+                return
+            signum, now = read[0], time.monotonic()
+            if signum == _AGAIN or signum not in self._previous:
+                continue
+            if not first:
+                first, first_at = signum, now
+            elif signum == signal.SIGHUP:
+                continue  # several senders report a terminal's end
+            elif ranks.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
+                continue  # SLURM sends more while a job is saved and requeued, and has SIGKILL for one that hangs
+            elif now - first_at > ECHO_SECONDS:
+                os._exit(128 + _meaning(signum))
+
+    def _look_again(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and not self._held and not _is_ending(sys.exc_info()[1]):
+            self._throw_from(frame)
+
+    def _throw_from(self, frame: FrameType | None) -> None:
+        """Raise `Interrupted`, unless the main thread is in code that it would leave half done.
+
+        In that case the thread that asks again brings it a moment later.
+        """
+        if not self._watched or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
+            self.throw()
+
+
+def _meaning(signum: int) -> int:
+    return signal.SIGTERM if signum in LIKE_SIGTERM else signum
+
+
+def _leave_terminal() -> None:
+    """Redirect output to /dev/null if the terminal is gone: writing to it would fail."""
+    for number in (1, 2):
+        try:
+            os.write(number, b"")
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+# A forked child has the handlers without the thread, and its signals are not the parent's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+def _is_ending(handled: BaseException | None) -> bool:
+    """Return whether the main thread is already ending for a signal: the error it handles came from `Interrupted`."""
+    while handled is not None:
+        if isinstance(handled, Interrupted):
+            return True
+        handled = handled.__context__
+    return False
+
+
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Return whether the main thread is in an import, which would leave modules half made, or where errors get lost."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") or code.co_name in ("__del__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ---- the signals of this process -------------------------------------------------------------------------------------
 
 _active: Signals | None = None
 

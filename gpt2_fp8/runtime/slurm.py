@@ -5,7 +5,7 @@ SLURM asks in two ways. `sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to ever
 SLURM if it ends within that time. Without grace time, SLURM puts it back itself.
 
 Lightning 2.6 has a handler for SIGUSR1, which saves in the middle of any computation. submitit has one for SIGUSR2,
-which leaves there without saving. Ours replace both (`runtime/signal_handlers.py`), so nothing else requeues the job.
+which leaves there without saving. Ours replace both (`runtime/signals.py`), so nothing else requeues the job.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Sequence
 
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.runtime.ranks import TORCHRUN, current, is_batch_job, is_first_rank, turns_before
+from gpt2_fp8.runtime.ranks import is_batch_job, is_first_rank, turns_before
 
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-_AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # which torchrun sets for itself, and its ranks inherit
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 _has_trained = False  # whether this process has trained a step
@@ -56,8 +54,8 @@ class NoProgress(Stopped):
         super().__init__(signum)
         self.args = (
             f"stopped by signal {signum}, before a step was trained: SLURM job {job}, which was started again, is at "
-            "its time limit again, and is not put into the queue once more\n"
-            "  fix: a longer limit (slurm.time, sbatch --time), or its signal later (slurm.signal_delay_s, --signal)",
+            "its time limit again, and is not requeued\n"
+            "  fix: a longer limit, or a later signal (slurm.time, slurm.signal_delay_s)",
         )
 
 
@@ -76,20 +74,6 @@ def lasting_name(words: Sequence[str]) -> str | None:
         return None
     told = sorted(word for word in words if not word.startswith("run_name="))
     return f"slurm-{job_id()}-{hashlib.sha256(repr(told).encode()).hexdigest()[:6]}"
-
-
-def unheard() -> str | None:
-    """Return what to say where an agent, started by `srun` in a batch job, would die of SIGUSR1; None elsewhere."""
-    handled = os.environ.get(_AGENTS_SIGNALS)
-    if handled is None or "SIGUSR1" in handled or "SLURM_STEP_ID" not in os.environ or not is_batch_job():
-        return None
-    name = current().launcher or TORCHRUN
-    instead = "" if name == TORCHRUN else ", in its place,"  # accelerate launch has no such option
-    return (
-        f"SLURM's signal before the time limit (sbatch --signal=USR1@120) would end {name} before this run is saved; "
-        f"torchrun{instead} --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 waits for "
-        "it"
-    )
 
 
 def note_step() -> None:
@@ -154,10 +138,6 @@ def _requeue(job: str) -> bool:
 
 
 def _scontrol(*words: str) -> str:
-    """Call `scontrol` for a job, which is the last of `words`; return what it prints."""
-    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", words[-1]):
-        raise ValueError(f"{words[-1]!r} is not the number of a job")
-    done = subprocess.run(
-        ["scontrol", *words], check=True, capture_output=True, text=True, timeout=_SCONTROL_SECONDS
-    )  # fmt: skip
+    """Call `scontrol`; return what it prints."""
+    done = subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)
     return done.stdout

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config.shown import duration
-
-log = logging.getLogger(__name__)
-
-_SLOW_SECONDS = 10.0  # from here on the log says how long the disk took
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -35,11 +27,7 @@ class FolderCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
-        begun = time.monotonic()
-        checkpoint = files.read(path, map_location)
-        if rank() == 0 and (seconds := time.monotonic() - begun) >= _SLOW_SECONDS:
-            log.info("the checkpoint was read and checked in %s", duration(seconds))
-        return checkpoint
+        return files.read(path, map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the folder `path`, if it is a checkpoint."""

@@ -23,7 +23,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
 from gpt2_fp8.fp8.resolve import Plan, as_before, resolve
-from gpt2_fp8.runtime import devices, host_memory, registry
+from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.process import quiet
@@ -80,7 +80,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "seconds": clock.seconds,
         "tokens_per_second": found["tokens"] / clock.seconds,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "peak_memory_gb": memory.validation_gb if on_gpu else host_memory.peak_gb(),  # of a CPU's whole process
+        "peak_memory_gb": memory.validation_gb if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
     }
     if own.ranking is not None:
         items = programs.read_ranking(own.ranking, [])

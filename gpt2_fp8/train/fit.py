@@ -19,7 +19,7 @@ from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.compat.lightning_logging import detach_logging
+from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import RunError
@@ -28,7 +28,7 @@ from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import library_versions
-from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
+from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.length import resolve_length
@@ -49,7 +49,6 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
     quiet()
-    spool.clear()
     training, error = Training(config, end), None
     try:
         with GracefulStop(training.checkpointing.save_now) as stop:
@@ -106,7 +105,7 @@ class Training:
             log.info(line)
         check_batch(config, world_size)
         config, self._limit, epoch_ends = resolve_length(config, typed)
-        self.checkpointing.intervals.kept.add(epoch_ends)
+        self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
         self.checkpoint = setup.find_checkpoint(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         if ranks.is_first_rank():
@@ -143,7 +142,7 @@ class Training:
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if validates and checkpointing.validations.step != trainer.global_step:
+        if validates and checkpointing.tracker.validated_step != trainer.global_step:
             # The process before this one ended between the last step and its validation.
             trainer.validate(module, datamodule=self.parts.data, verbose=False)
         self.divergence.policy.validated(trainer.global_step, self.last_val_loss())
@@ -159,7 +158,7 @@ class Training:
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
         path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
         self.checkpoint = parts.trainer.strategy.broadcast(path)
-        self.divergence.start_again(setup.step_of(self.checkpoint) or 0)
+        self.divergence.start_again()
         detach_logging(parts.trainer)
         if back.step <= parts.module.step.attempts.steps_in_fp8:  # otherwise it was in bf16: FP8 is not at fault
             self.plan = fallen_back(self.plan, self.config, f"fallback at step {back.step}: {back.reason}")
@@ -205,7 +204,7 @@ class Training:
         summary.tokens = trainer.global_step * throughput.tokens_per_step
         summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
         summary.tokens_per_second = throughput.median_rate
-        summary.checkpoint_stall_seconds = self.checkpointing.stall.longest
+        summary.checkpoint_stall_seconds = self.checkpointing.longest_stall
         summary.divergence = DivergenceReport(**self.divergence.policy.report())
         summary.skipped_steps = self.divergence.policy.skipped
         if best is not None:
@@ -216,7 +215,7 @@ class Training:
         summary.data = parts.data.report()
         summary.kernels = parts.same_run.kernels
         if parts.plan.device == "cpu":
-            summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
+            summary.device, summary.peak_memory_gb = "cpu", devices.peak_host_gb()
         else:
             summary.versions |= library_versions()
             summary.device = torch.cuda.get_device_name()

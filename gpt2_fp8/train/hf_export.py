@@ -156,7 +156,7 @@ def _precision(found: Trained, step: int) -> str:
 
 
 def _validation(found: Trained) -> str:
-    noted, ran, precision = pointers.noted(found.path), str(_said(found).get("ran") or ""), found.config.precision
+    noted, ran, precision = pointers.read_note(found.path), str(_said(found).get("ran") or ""), found.config.precision
     if noted is None or noted.val_loss is None:
         return ""
     in_bf16 = isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16" and ran.startswith("fp8")

@@ -42,10 +42,10 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
         return load.read_weights(path)
     architecture, _ = hf_config.read_folder(path)
     where = hf_names.places(model, architecture, vocab_size)
-    with hf_folder.opened(path) as tensors:
+    with hf_folder.open_weights(path) as tensors:
         stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)
         if differences := list(_differences(where, {name: tensors.shapes[key] for name, key in stored.items()})):
-            raise hf_folder.unfit(path, differences[:_SHOWN])
+            raise hf_folder.weights_error(path, differences[:_SHOWN])
         return {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
 
 

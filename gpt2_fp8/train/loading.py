@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
-from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
@@ -35,7 +35,7 @@ def train(
     here = here or Path.cwd()
     with signals.handled() as handlers, ExitStack() as held:
         if ranks.is_first_rank() and not config.trainer.fast_dev_run:
-            held.enter_context(RunLock(folder))
+            held.enter_context(lock_run(folder))
             if config.ckpt_path is None and (words or typed) and (found := disk.check_untaken(folder)):
                 raise UserError(finding.problem for finding in found)  # since the command line was checked
         end = RunEnd(config, folder, here, words, typed)

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.compat import lightning_process
+from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import last_step
@@ -28,7 +28,7 @@ def check(trainer: pl.Trainer, config: RunConfig) -> None:
     Lightning itself refuses to clip or to accumulate the gradients of a module with manual optimization.
     """
     found = list(_check_precision(trainer, config))
-    if lightning_process.forks_or_spawns(trainer.strategy.launcher):
+    if lightning_private.forks_or_spawns(trainer.strategy.launcher):
         cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
         found.append(Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1"))
     if trainer.state.fn == TrainerFn.FITTING:

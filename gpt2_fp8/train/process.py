@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 from lightning.pytorch.strategies import DDPStrategy
 
 from gpt2_fp8.compat import transformer_engine
-from gpt2_fp8.compat.lightning_process import ignore_warnings
+from gpt2_fp8.compat.lightning_private import ignore_warnings
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import collectives, host_memory, ranks, rendezvous
+from gpt2_fp8.runtime import collectives, ranks, rendezvous
 from gpt2_fp8.runtime import devices as present
 
 _QUIET = (
@@ -94,7 +94,7 @@ def strategy(config: RunConfig, on: Literal["cuda", "cpu"]) -> Any:
 
 def quiet() -> None:
     """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
-    host_memory.reset_peak()
+    present.reset_peak_host()
     if not ranks.is_first_rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in _QUIET:

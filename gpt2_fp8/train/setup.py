@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from gpt2_fp8.callbacks.same_run import log_kernels
-from gpt2_fp8.checkpoint import find, space
+from gpt2_fp8.checkpoint import find, lock
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -22,7 +22,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
-from gpt2_fp8.runtime import ranks, rendezvous, slurm
+from gpt2_fp8.runtime import ranks, rendezvous
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -56,8 +56,8 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     saved = config.callbacks
     permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
     between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
-    at_once = space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
-    space.require(checkpoints, at_once * space.checkpoint_bytes(parameters, state))
+    at_once = lock.peak_count(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
+    lock.check_space(checkpoints, at_once * lock.checkpoint_bytes(parameters, state))
 
 
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
@@ -96,8 +96,6 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     if (place := ranks.current()).launcher:
         met = rendezvous.joined()
         log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")
-    if (said := slurm.unheard()) is not None:
-        log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.evaluates_in_bf16 else ""
     ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := bf16_last_steps(config)) else ""

@@ -19,7 +19,7 @@ from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.runtime.source_digest import source_digest
+from gpt2_fp8.runtime.programs import source_digest
 
 NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]

@@ -24,7 +24,7 @@ from typing import Any
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import gpu_locks, process_end, programs, signals, slurm
+from gpt2_fp8.runtime import gpu_locks, programs, signals, slurm
 from gpt2_fp8.train import loading
 from gpt2_fp8.train.run_end import RunEnd, end_of_process
 
@@ -38,7 +38,7 @@ def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Pat
 
     `stop`: the file that holds the number of a signal once jobs are to end for it.
     """
-    for number in process_end.SIGNALS:
+    for number in signals.SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
     parent, end = os.getppid(), RunEnd(config, folder, here, words)
     try:

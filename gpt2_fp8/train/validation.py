@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.compat import lightning_logging
+from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.engine.training_step import TrainingStep
 
 
@@ -48,8 +48,8 @@ class MetricLog:
         """
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         for name in () if fitting else metrics:
-            lightning_logging.return_only(self.trainer, name)
-        lightning_logging.log_from_host(self.module, metrics, logger=not fitting)  # `Trainer.validate` returns these
+            lightning_private.return_only(self.trainer, name)
+        lightning_private.log_from_host(self.module, metrics, logger=not fitting)  # `Trainer.validate` returns these
         step = self.trainer.global_step
         for logger in self.trainer.loggers if every_n_steps and step % every_n_steps == 0 else ():
             # By ourselves: Lightning would count this step from 0.

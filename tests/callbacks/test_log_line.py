@@ -5,8 +5,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-
 from gpt2_fp8.callbacks.log_line import LogLine, interval, validation
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.engine.pace import Pace
@@ -41,68 +39,26 @@ def test_lines_are_aligned_and_fit():
     assert {line.index("loss") for line in lines} == {lines[0].index("loss")}
 
 
-def test_a_slow_step_is_in_seconds_and_a_loss_may_be_no_number():
-    assert "  61.25 s  " in interval(2, 10, METRICS | {"step_time": 61.25}, 490.0)
-    assert "loss    nan" in interval(1, 10, METRICS | {"train_loss": math.nan}, None)
-
-
-@pytest.mark.parametrize(
-    ("loss", "best", "mark"),
-    [
-        (3.5, None, "  best"),
-        (3.5, (3.6, 100), "  best"),
-        (3.7, (3.6, 100), "  (best 3.6000 at step 100)"),
-        (math.nan, None, ""),
-        (math.inf, None, ""),
-        (math.nan, (3.6, 100), "  (best 3.6000 at step 100)"),
-    ],
-)
-def test_a_validation(loss, best, mark):
-    assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}{mark}"
-
-
-class Run:
-    """A run whose steps end when the test says, and its log."""
-
-    def __init__(self, caplog):
-        (config,) = preflight([])
-        self.now = 0.0
-        self.pace = Pace(config.trainer.max_steps, clock=lambda: self.now)
-        self.callback = LogLine(config, self.pace, lambda: None)
-        self.trainer = SimpleNamespace(global_step=0, sanity_checking=False)
-        self.caplog = caplog
-        caplog.set_level(logging.INFO, "gpt2_fp8")
-        self.callback.on_train_start(self.trainer, SimpleNamespace(step=None))
-
-    def step(self, seconds):
-        self.now += seconds
-        self.trainer.global_step += 1
-        self.callback.on_train_batch_end(self.trainer)
-
-    @property
-    def said(self):
-        return [record.getMessage() for record in self.caplog.records]
+def test_a_validation():
+    known = (3.6, 100)
+    marks = {(3.5, None): "  best", (3.5, known): "  best", (3.7, known): "  (best 3.6000 at step 100)"}
+    marks |= {(math.inf, None): "", (math.nan, known): "  (best 3.6000 at step 100)"}
+    for (loss, best), mark in marks.items():
+        assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}{mark}"
 
 
 def test_the_first_steps_tell_how_long(caplog):
     """Two steps of 2 s after a first one of 60 s: 4,096 tokens in 2 s, 297 steps are 594 s."""
-    run = Run(caplog)
-    for seconds in (60.0, 2.0):
-        run.step(seconds)
-    assert run.said == []
-    run.step(2.0)
-    assert run.said == ["297 more steps of 4,096 tokens at 2,048 tokens/s: about 9 min 54 s"]
-    run.step(2.0)
-    assert len(run.said) == 1
-
-
-def test_quick_steps_are_looked_at_for_longer(caplog):
-    run = Run(caplog)
-    run.step(60.0)
-    for _ in range(9):
-        assert run.said == []
-        run.step(0.1)
-    assert run.said == ["290 more steps of 4,096 tokens at 40,960 tokens/s: about 29 s"]
+    (config,), now = preflight([]), [0.0]
+    callback = LogLine(config, Pace(config.trainer.max_steps, clock=lambda: now[0]), lambda: None)
+    trainer = SimpleNamespace(global_step=0, sanity_checking=False)
+    caplog.set_level(logging.INFO, "gpt2_fp8")
+    callback.on_train_start(trainer, SimpleNamespace(step=None))
+    for seconds in (60.0, 2.0, 2.0, 2.0):
+        now[0] += seconds
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer)
+    assert caplog.messages == ["297 more steps of 4,096 tokens at 2,048 tokens/s: about 9 min 54 s"]
 
 
 def test_a_validation_is_compared_with_the_best_before_it(caplog):

@@ -101,9 +101,9 @@ def test_crash(tmp_path, whole, hook, step, validated):
     if step == 12:  # the last step is saved: fit has nothing left to do, and the caller sees the validation missing
         module, trainer, tiers = run(tmp_path)
         assert module.losses == {}
-        assert tiers.validations.step == 8
+        assert tiers.tracker.validated_step == 8
         trainer.validate(module, verbose=False)
-        assert tiers.validations.step == 12
+        assert tiers.tracker.validated_step == 12
     else:
         module, _, _ = run(tmp_path)
         assert module.validated == validated
@@ -139,30 +139,13 @@ def test_the_end_is_saved_before_its_validation(tmp_path, whole):
     assert_same(tmp_path, whole)
 
 
-def test_lightnings_own_log_counter_goes_on_as_well(tmp_path, whole):
-    """Where a metric is logged without a step of its own, Lightning numbers it by this counter."""
-    with pytest.raises(Stopped):
-        run(tmp_path, callbacks=[At("on_train_batch_start", 3, kill(signal.SIGTERM))])  # a validation is due
-    with pytest.raises(Crash):
-        run(tmp_path, every=0, callbacks=[At("on_train_batch_start", 10, crash)])  # saved after one
-    _, trainer, _ = run(tmp_path)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 12
-
-
 def test_a_finished_run_returns_at_once_and_can_be_extended(tmp_path, whole):
     run(tmp_path, max_steps=8, length=8)
     module, trainer, tiers = run(tmp_path, max_steps=8, length=8)
-    assert (module.losses, module.validated, trainer.global_step, tiers.validations.step) == ({}, [], 8, 8)
+    assert (module.losses, module.validated, trainer.global_step, tiers.tracker.validated_step) == ({}, [], 8, 8)
     module, _, _ = run(tmp_path, max_steps=12, length=12)
     assert min(module.losses) == 9
     assert module.validated == [12]
-    assert_same(tmp_path, whole)
-
-
-def test_extended_from_an_end_between_validations(tmp_path, whole):
-    run(tmp_path, max_steps=7, every=0)
-    module, _, _ = run(tmp_path)
-    assert (min(module.losses), module.validated) == (8, [8, 12])
     assert_same(tmp_path, whole)
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import LearningRateMonitor
 
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.data.lane import Batches
@@ -152,13 +151,6 @@ def test_the_last_row_is_there_if_the_run_ends_by_an_error(tmp_path, train_with,
     table = metrics(tmp_path)
     for column in ("train_loss", *(["fp8/scale_input"] if words else [])):
         assert list(table[column]) == [1, 3, 6]
-
-
-def test_a_step_that_is_settled_early_has_its_own_rows(tmp_path, train_with, late):
-    """Lightning's monitor of the rate has each step settled at its end."""
-    train_with(LearningRateMonitor(), *EMULATED_FP8, "trainer.log_every_n_steps=4", "trainer.max_steps=9")
-    table = metrics(tmp_path)
-    assert list(table["train_loss"]) == list(table["fp8/scale_input"]) == [1, 4, 8, 9]
 
 
 @pytest.mark.parametrize("meanwhile", [[], ["cpu"]], ids=["at once", "late"])

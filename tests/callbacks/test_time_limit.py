@@ -68,11 +68,6 @@ def test_a_rank_stops_where_another_finds_the_time_over(clock, monkeypatch):
     assert stopped.should_stop
 
 
-def test_ranks_are_asked_only_where_there_is_a_limit(clock, monkeypatch):
-    monkeypatch.setattr(collectives, "largest", lambda own: pytest.fail("a collective in every step"))
-    TimeLimit(None).on_train_batch_end(trainer())
-
-
 def test_time_counts_before_anyone_limits_it(clock):
     before, after = TimeLimit(None), TimeLimit(6)
     before.on_train_start(trainer(), None)

@@ -25,14 +25,8 @@ def corrupt(path):
 
 def test_nothing_at_all_means_a_fresh_start(tmp_path):
     assert resolve("last", tmp_path / "missing") is None
-    assert resolve("last", tmp_path) is None
     (tmp_path / ".step-00000001.tmp").mkdir()  # killed in its very first save
     assert resolve("last", tmp_path) is None
-
-
-def test_last_is_where_it_points(tmp_path):
-    save(tmp_path, 2, 10, 4)
-    assert resolve("last", tmp_path).name == "step-00000004"
 
 
 def test_without_a_good_pointer_the_newest_by_step(tmp_path, caplog):
@@ -47,11 +41,9 @@ def test_without_a_good_pointer_the_newest_by_step(tmp_path, caplog):
     assert resolve("last", tmp_path).name == "step-00000010"
 
 
-def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path, caplog):
+def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path):
     save(tmp_path, 2, 6, 8, 4)
-    with caplog.at_level(logging.INFO):
-        assert resolve("last", tmp_path).name == "step-00000004"
-    assert [message.split()[1] for message in caplog.messages] == ["step-00000008,", "step-00000006,"]
+    assert resolve("last", tmp_path).name == "step-00000004"
     corrupt(tmp_path / "step-00000004")
     assert resolve("last", tmp_path).name == "step-00000002"
     corrupt(tmp_path / "step-00000002")
@@ -73,7 +65,6 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
 
     save(tmp_path, 2)
     monkeypatch.setattr(manifest, "digests", counted)
-    monkeypatch.setattr(manifest, "_SETTLED_SECONDS", -1)
     path = resolve("last", tmp_path)
     assert sorted(hashed) == ["model.safetensors", "state.json"]
     files.read(path)
@@ -89,14 +80,6 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
         files.read(path)
 
 
-def test_what_was_just_written_is_not_taken_for_unchanged(tmp_path, monkeypatch):
-    """Two writes within a time stamp's resolution look like one."""
-    monkeypatch.setattr(manifest, "_SETTLED_SECONDS", 3600)
-    save(tmp_path, 2)
-    path = resolve("last", tmp_path)
-    assert not [seen for seen in manifest._seen if seen[1] == (path / "model.safetensors").stat().st_ino]
-
-
 def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
     save(tmp_path, 2, 4)
     corrupt(tmp_path / "step-00000002")
@@ -110,7 +93,7 @@ def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
 
 def test_a_pointer_to_nothing_is_an_error_not_a_fresh_start(tmp_path):
     pointers.write(tmp_path, "last", pointers.Pointer("step-00000002", 2, None))
-    with pytest.raises(CheckpointError, match="no whole checkpoint left: step-00000002, which it names, is gone"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint left: .*step-00000002, which it names, is gone"):
         resolve("last", tmp_path)
 
 

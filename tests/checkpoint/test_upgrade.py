@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.load import keys, read_plain, upgraded
+from gpt2_fp8.checkpoint.load import keys, read_plain, upgrade
 from gpt2_fp8.train.resume import refuse_parts
 
 VERSION_2 = Path(__file__).parent / "fixtures" / "version_2" / "step-00000003"  # of a run in pretended FP8
@@ -33,4 +33,4 @@ def test_a_run_can_continue_from_a_checkpoint_of_version_2():
 
 @pytest.mark.parametrize("state", [{}, {"training_step": {"scaling": {}}, "callbacks": {"Checkpointing": 1}}])
 def test_what_has_the_present_keys_stays_as_it_is(state):
-    assert upgraded(state) == state
+    assert upgrade(state) == state

@@ -51,7 +51,7 @@ def test_tiktoken_reads_the_files_that_are_known():
         assert sha256 in source
 
 
-@pytest.mark.parametrize("variables", [["TIKTOKEN_CACHE_DIR"], ["DATA_GYM_CACHE_DIR"], []], ids=str)
+@pytest.mark.parametrize("variables", [["TIKTOKEN_CACHE_DIR"], []], ids=str)
 def test_tiktoken_keeps_them_where_they_are_looked_for(variables, tmp_path, monkeypatch):
     from tiktoken import load
 

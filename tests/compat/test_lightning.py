@@ -1,22 +1,15 @@
-"""What the files `compat/lightning_*.py` expect of Lightning, on its own Trainer and a model of one weight."""
+"""What `compat.lightning_private` expects of Lightning, on its own Trainer and a model of one weight."""
 
-import inspect
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 
-from gpt2_fp8.compat import lightning_logging, lightning_loops, lightning_process
+from gpt2_fp8.compat import lightning_private
 
 
 class Module(LightningModule):
@@ -141,81 +134,25 @@ def test_the_hooks_of_a_step_come_in_this_order(tmp_path):
     ]
 
 
-# ---- lightning_process -----------------------------------------------------------------------------------------------
-
-
-def test_the_rank_is_known_before_there_is_a_process_group():
-    program = "from gpt2_fp8.compat.lightning_process import rank; print(rank())"
-    command = [sys.executable, "-c", program]
-    out = subprocess.run(command, env=os.environ | {"RANK": "3"}, capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["3"]
-
-
-def test_the_rank_is_the_trainers(tmp_path):
-    assert trainer(tmp_path).global_rank == lightning_process.rank() == 0
-
-
-def test_what_ignore_warnings_hides_is_what_is_warned_of():
-    """Each text is in Lightning's source, or torch's where the class that it names is deprecated."""
-    from torch.utils import _pytree
-
-    sources = [path.read_text() for path in Path(lightning.__file__).parent.rglob("*.py")]
-    text = "".join([*sources, inspect.getsource(_pytree)])
-    text = re.sub(r'"\s*\n\s*f?"', "", text)  # of one message on several lines
-    for pattern in lightning_process._WARNINGS:
-        core = re.sub(r"\\(.)", r"\1", pattern.removeprefix(".*").removesuffix(".*")).replace("'val_loss'", "")
-        for part in core.split(".*"):
-            assert part.rstrip("(") in text, pattern
+# ---- the process -----------------------------------------------------------------------------------------------------
 
 
 def test_warnings_of_a_loader_of_ours_are_hidden(tmp_path, recwarn):
-    lightning_process.ignore_warnings()
+    lightning_private.ignore_warnings()
     fit(trainer(tmp_path), Module())
     shown = "\n".join(str(warning.message) for warning in recwarn)
     assert "does not have many workers" not in shown
     assert "has `__len__` defined" not in shown
 
 
-def test_what_the_machine_has_is_no_warning(tmp_path, recwarn, monkeypatch):
-    """`srun` on the PATH, and a GPU beside `trainer=cpu`."""
-    (tmp_path / "srun").write_text("#!/bin/sh\n")
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(lightning.pytorch.trainer.setup.CUDAAccelerator, "is_available", lambda: True)
-    shown = []
-    for hide in (lambda: None, lightning_process.ignore_warnings):
-        hide()
-        Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
-        shown.append(sorted(str(recwarn.pop().message)[:18] for _ in range(len(recwarn))))
-    assert shown == [["GPU available but ", "The `srun` command"], []]
-
-
 def test_a_launcher_that_forks_is_known(tmp_path):
     several = Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False, default_root_dir=tmp_path)
-    assert not lightning_process.forks_or_spawns(several.strategy.launcher)
+    assert not lightning_private.forks_or_spawns(several.strategy.launcher)
     forking = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, default_root_dir=tmp_path)
-    assert lightning_process.forks_or_spawns(forking.strategy.launcher)
+    assert lightning_private.forks_or_spawns(forking.strategy.launcher)
 
 
-# ---- lightning_logging -----------------------------------------------------------------------------------------------
-
-
-def test_flush_has_every_logger_write_what_it_holds(tmp_path):
-    log = CSVLogger(tmp_path, name=None, version="", flush_logs_every_n_steps=100)
-    log.log_metrics({"loss": 1.0}, step=1)
-    flushed = []
-
-    class Flushing(Rows):
-        def flush(self):
-            flushed.append("flush")
-
-        def save(self):
-            flushed.append("save")
-
-    assert not (tmp_path / "metrics.csv").exists()
-    lightning_logging.flush(trainer(tmp_path, logger=[log, Flushing()]))
-    assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "1.0,1"]
-    assert flushed == ["flush"]
+# ---- logging ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logged", [False, True])
@@ -224,7 +161,7 @@ def test_a_step_that_a_callback_ends_is_logged_by_log_last_step_alone(tmp_path, 
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 2:
                 if logged:
-                    lightning_logging.log_last_step(trainer)
+                    lightning_private.log_last_step(trainer)
                 raise ZeroDivisionError
 
     rows = Rows()
@@ -243,7 +180,7 @@ def test_what_is_logged_is_read_from_the_modules_device_after_each_batch_unless_
         def training_step(self, batch, batch_idx):
             self.optimizers().step()
             if batch_idx == 0 and from_host:
-                lightning_logging.log_from_host(self, {"count": 7.0}, logger=False)
+                lightning_private.log_from_host(self, {"count": 7.0}, logger=False)
             elif batch_idx == 0:
                 self.log("count", 7.0, prog_bar=True, logger=False)
 
@@ -262,7 +199,7 @@ def test_validate_returns_what_return_only_keeps_from_the_loggers(tmp_path, only
             self.log("count", 7.0)
             self.log("other", 8.0)
             if only:
-                lightning_logging.return_only(self.trainer, "other")
+                lightning_private.return_only(self.trainer, "other")
 
     rows = Rows()
     rows.log_metrics = lambda metrics, step=None: rows.rows.append(metrics)
@@ -275,7 +212,7 @@ def test_validate_returns_what_return_only_keeps_from_the_loggers(tmp_path, only
 def test_limit_steps_ends_a_trainer_that_was_told_of_no_steps(tmp_path):
     for told, ends in ((-1, 2), (1, 1)):
         made = trainer(tmp_path, steps=told)
-        lightning_loops.limit_steps(made, 2)
+        lightning_private.limit_steps(made, 2)
         module = Module()
         fit(made, module)
         assert made.global_step == made.max_steps == ends
@@ -289,7 +226,7 @@ def test_is_last_step_is_that_of_max_steps_or_of_a_trainer_that_is_told_to_stop(
 
         def on_train_batch_end(self, trainer, *_):
             trainer.should_stop = trainer.global_step == told_at
-            self.found.append(lightning_loops.is_last_step(trainer))
+            self.found.append(lightning_private.is_last_step(trainer))
 
     look = Look()
     fit(trainer(tmp_path, [look], steps=3), Module())
@@ -302,11 +239,11 @@ def test_callbacks_hold_the_module_until_detach_logging(tmp_path):
     module = Module()
     fit(of, module)
     assert vars(callback)["log"].__self__ is vars(callback)["log_dict"].__self__ is module
-    lightning_logging.detach_logging(of)
+    lightning_private.detach_logging(of)
     assert vars(callback) == {}
 
 
-# ---- lightning_loops -------------------------------------------------------------------------------------------------
+# ---- the loops' counters ---------------------------------------------------------------------------------------------
 
 
 class Saver(Callback):
@@ -316,7 +253,7 @@ class Saver(Callback):
         self.path, self.at, self.due = path, at, []
 
     def on_train_batch_end(self, trainer, *_):
-        self.due.append(lightning_loops.is_validation_due(trainer))
+        self.due.append(lightning_private.is_validation_due(trainer))
         if trainer.global_step == self.at:
             trainer.save_checkpoint(self.path)
 
@@ -329,7 +266,7 @@ def test_a_resumed_run_validates_first_only_where_resume_into_validation_says_so
     assert saver.due == [False, True, False]
     if into_validation:
         saved = torch.load(path, weights_only=False)
-        lightning_loops.resume_into_validation(saved["loops"]["fit_loop"])
+        lightning_private.resume_into_validation(saved["loops"]["fit_loop"])
         torch.save(saved, path)
     module = Module()
     fit(trainer(tmp_path, steps=3), module, ckpt_path=path, weights_only=False)
@@ -343,7 +280,7 @@ def test_a_step_is_left_out_by_uncount_step(tmp_path):
     class GivenUp(Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 3:
-                lightning_loops.uncount_step(trainer)
+                lightning_private.uncount_step(trainer)
                 trainer.save_checkpoint(path)
                 raise ZeroDivisionError
 
@@ -362,7 +299,7 @@ def test_between_two_steps_set_back_to_last_step_says_what_the_last_hook_would_h
     class Between(Callback):
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == at:
-                lightning_loops.set_back_to_last_step(trainer)
+                lightning_private.set_back_to_last_step(trainer)
                 trainer.save_checkpoint(tmp_path / "between.ckpt")
 
     fit(trainer(tmp_path, [Saver(tmp_path / "hook.ckpt", at=at), Between()], steps=4), Module())
@@ -386,7 +323,7 @@ def test_several_ranks_ask_for_a_sigterm_before_each_step_but_where_leave_signal
     asked, of = [], trainer(tmp_path, steps=3)
     of.strategy.world_size = 2
     if alone:
-        lightning_loops.leave_signals_alone(of)
+        lightning_private.leave_signals_alone(of)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: asked.append(src))
     try:
@@ -417,4 +354,4 @@ def test_hooks_into_backward_knows_those_that_lightning_calls(tmp_path):
         ran.clear()
         fit(of, module)
         assert called == hooked
-        assert lightning_loops.hooks_into_backward(of, *ignored) == bool((hooked or ran) and not ignored)
+        assert lightning_private.hooks_into_backward(of, *ignored) == bool((hooked or ran) and not ignored)

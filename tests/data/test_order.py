@@ -16,7 +16,7 @@ from gpt2_fp8.data.mixing import lanes_of
 from gpt2_fp8.data.order import lane_count, permutation
 from gpt2_fp8.data.units import Tokens
 from gpt2_fp8.runtime import signals
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 
 

@@ -13,7 +13,7 @@ from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.resolve import resolve
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 from tests.ahead import jumped, not_finite, nothing, trained
 from tests.runs import SMALL, assert_equal
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.runtime import signals
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 from tests import forkserver
 from tests.runs import SMALL, checkpoint, summary
 

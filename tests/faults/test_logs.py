@@ -14,8 +14,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8.config.schema import LoggerConfig
-from gpt2_fp8.runtime import spool
-from gpt2_fp8.runtime.spool import Spool
 from gpt2_fp8.train import metrics_csv
 from gpt2_fp8.train.loggers import MetricsFile, build_files
 from gpt2_fp8.train.tensorboard import is_known
@@ -141,16 +139,3 @@ def test_a_pipe_whose_reader_has_left_ends_a_program_quietly(tmp_path: Path) -> 
     script = f'exec {{gone}}> >(:); sleep 0.2; exec "{sys.executable}" -m gpt2_fp8.run --help >&$gone'
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-# ---- temporary files ---------------------------------------------------------------------------------------------
-
-
-def test_a_run_clears_what_a_killed_one_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / f"{spool.PREFIX}left").mkdir()
-    (tmp_path / "precious").mkdir()
-    with Spool() as mine:
-        spool.clear()
-        assert mine.is_dir()
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine.name, "precious"])

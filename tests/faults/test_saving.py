@@ -19,9 +19,8 @@ import torch
 from lightning.pytorch import Callback
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
-from gpt2_fp8.checkpoint.intervals import KeptSteps
-from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.checkpoint import durable, files, find, lock, pointers
+from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
@@ -173,7 +172,7 @@ def test_04_a_disk_that_is_full_for_a_while(tmp_path, caplog, monkeypatch, async
     assert "File too large" in warnings[0]
     assert list(pointers.steps(folder)) == [2, 10]
     assert not list(folder.glob(".*"))
-    assert tiers.ledger.saved_step == 10
+    assert tiers.tracker.saved_step == 10
 
 
 def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch):
@@ -383,7 +382,7 @@ def test_23_two_hundred_saves_leave_a_bounded_number(tmp_path, monkeypatch):
     writer = begun(tmp_path / "run")
     for step in (7, 250):  # what it resumes from, and a later step of a branch that it leaves behind
         writer.save(state(step), at(step))
-    writer = Writer(tmp_path / "run", keep=3, kept=KeptSteps(50), asynchronous=True)
+    writer = Writer(tmp_path / "run", keep=3, is_permanent=lambda step: step % 50 == 0, asynchronous=True)
     writer.begin(7, None)
     best = None
     for step in range(8, 208):
@@ -421,8 +420,8 @@ def test_24_nor_does_one_that_is_missing(tmp_path):
 
 # ---- 26, 27: folders -------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from gpt2_fp8.checkpoint.lock import RunLock\n"
-HOLD += "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from gpt2_fp8.checkpoint.lock import lock_run\n"
+HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
 def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path):
@@ -431,18 +430,18 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     )
     try:
         assert first.stdout.readline() == "held\n"
-        with pytest.raises(UserError) as refused, RunLock(tmp_path):
+        with pytest.raises(UserError) as refused, lock_run(tmp_path):
             pass
         assert refused.value.exit_code == 2
         (problem,) = refused.value.problems
-        assert f"process {first.pid} on '{os.uname().nodename}', since '20" in problem.cause
+        assert f"process {first.pid} on {os.uname().nodename}, since 20" in problem.cause
         assert "run_name" in problem.remedy
     finally:
         first.kill()
         first.communicate()
     assert (tmp_path / lock.NAME).exists()  # it had no time to take its file away
-    with RunLock(tmp_path):
-        assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+    with lock_run(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / lock.NAME).read_text()
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run", "/proc/run"])
@@ -458,7 +457,7 @@ def test_27_a_folder_that_cannot_be_written_ends_with_2_before_torch_is_loaded(t
 
 def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
+    monkeypatch.setattr(lock.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
     setup.check_room(compose.preflight(SMALL)[0], tmp_path, epochs=0)
     with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free"):
         setup.check_room(compose.preflight(["model=gpt2", "data.tokenizer=gpt2"])[0], tmp_path, epochs=0)

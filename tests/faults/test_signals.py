@@ -16,7 +16,7 @@ from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.runtime import signals, slurm
-from gpt2_fp8.runtime.signal_handlers import Interrupted
+from gpt2_fp8.runtime.signals import Interrupted
 from tests import forkserver
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
@@ -285,16 +285,6 @@ def test_44_a_batch_script_without_srun_is_a_batch_job_too(scontrol, monkeypatch
     monkeypatch.setenv("ENVIRONMENT", "BATCH")
     assert slurm.ended(signal.SIGUSR1).exit_code == 0
     assert scontrol.read_text() == "requeue 4242\n"
-
-
-@pytest.mark.parametrize(("handled", "heard"), [("SIGTERM,SIGINT", False), ("SIGTERM,SIGUSR1", True), (None, True)])
-def test_44_a_torchrun_that_would_die_of_the_signal_is_said(handled, heard, monkeypatch):
-    for name, value in (BATCH | {"SLURM_STEP_ID": "0"}).items():
-        monkeypatch.setenv(name, value)
-    if handled is not None:
-        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
-    said = slurm.unheard()
-    assert heard if said is None else "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in said
 
 
 def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):

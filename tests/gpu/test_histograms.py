@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt2_fp8.engine import histograms
-from gpt2_fp8.runtime.gpu_meter import GPUMeter
+from gpt2_fp8.runtime import devices
 from tests.runs import metrics, train
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +40,6 @@ def test_losses_are_the_same_with_and_without(tmp_path, precision):
 
 def test_power_and_utilisation_are_in_the_log(tmp_path):
     pytest.importorskip("pynvml", reason="pip install nvidia-ml-py")
-    assert GPUMeter().read()["gpu_power_watts"] > 10
+    assert devices.read_gpu_meter()["gpu_power_watts"] > 10
     train(tmp_path, "precision=bf16", base=WORDS)
     assert all(0 <= part <= 1 for part in metrics(tmp_path)["gpu_utilization"].values())

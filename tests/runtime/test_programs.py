@@ -1,44 +1,32 @@
 """What the programs share: how they end, and what they refuse."""
 
-import errno
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.runtime import process_end, programs
+from gpt2_fp8.runtime import programs
+from gpt2_fp8.runtime.programs import source_digest
 
 
-def raising(error):
-    def work():
+def test_a_program_ends_with_the_code_of_its_error(capsys):
+    def work(error):
         raise error
 
-    return work
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (UserError.of("no"), 2),
-        (DataSourceLost("lost"), 4),
-        (KeyboardInterrupt(), 130),
-        (OSError(errno.ENOSPC, "full"), 1),
-    ],
-)
-def test_a_program_ends_with_the_code_of_its_error(error, code, capsys):
-    assert programs.exit_code(raising(error)) == code
-    assert bool(capsys.readouterr().err) == (code != 130)
-
-
-def test_a_fault_of_ours_is_a_traceback():
+    errors = {2: UserError.of("no"), 4: DataSourceLost("lost"), 130: KeyboardInterrupt(), 1: OSError(28, "full")}
+    for code, error in errors.items():
+        assert programs.exit_code(partial(work, error)) == code
+        assert bool(capsys.readouterr().err) == (code != 130)
     with pytest.raises(ZeroDivisionError):
-        programs.exit_code(raising(ZeroDivisionError()))
+        programs.exit_code(partial(work, ZeroDivisionError()))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", [name for name in programs.names() if name not in ("run", "bench")])
+@pytest.mark.parametrize("name", ["export", "prepare", "table"])
 def test_a_flag_that_is_none_ends_with_2_before_torch(name, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(77)\n")
@@ -50,10 +38,21 @@ def test_a_flag_that_is_none_ends_with_2_before_torch(name, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_message_takes_the_place_of_the_bar(monkeypatch):
-    written = []
-    monkeypatch.setattr(process_end, "redrawn", True)
-    monkeypatch.setattr(process_end.os, "isatty", lambda number: True)
-    monkeypatch.setattr(process_end.os, "write", lambda number, text: written.append(text))
-    process_end.say("\nSIGINT\n")
-    assert written == [b"\r\x1b[2KSIGINT\n"]
+def test_the_digest_of_the_code_changes_with_a_files_text_name_or_place(tmp_path):
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "layers/k.cu").write_text("int x;")
+    seen = {source_digest()}
+    for change in (
+        lambda: (tmp_path / "layers/k.cu").write_text("int y;"),
+        lambda: (tmp_path / "layers/k.cu").rename(tmp_path / "k.cu"),
+        lambda: (tmp_path / "b.py").touch(),
+        lambda: (tmp_path / "a.py").write_text("x = 2"),
+    ):
+        change()
+        source_digest.cache_clear()
+        found = source_digest(tmp_path)
+        assert re.fullmatch("[0-9a-f]{12}", found)
+        assert found not in seen
+        seen.add(found)
+    assert source_digest(tmp_path / "gone") is None

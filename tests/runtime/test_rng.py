@@ -33,17 +33,9 @@ def test_restored_generators_go_on_as_they_did_also_through_a_checkpoint():
     numpy.random.standard_normal()
     skeleton, tensors = tree.flatten(rng.capture())
     expected = draw()
-    assert draw() != expected
+    for _ in range(1000):  # beyond the state that was captured
+        assert draw() != expected
     rng.restore(tree.unflatten(skeleton, tensors.__getitem__))
-    assert draw() == expected
-
-
-def test_a_capture_is_a_copy():
-    state = rng.capture()
-    expected = draw()
-    for _ in range(1000):
-        draw()
-    rng.restore(state)
     assert draw() == expected
 
 

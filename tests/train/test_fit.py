@@ -371,7 +371,7 @@ def test_no_validation_where_none_is_wanted(tmp_path):
 def test_the_host_waits_for_a_step_when_the_next_batch_is_here(tmp_path, monkeypatch):
     """And before a log (steps 1 and 5), a checkpoint (3 and 6) and a validation (4 and 8) at once."""
     from gpt2_fp8.data.lane import Batches
-    from gpt2_fp8.runtime.sent import Sent
+    from gpt2_fp8.runtime.moments import Sent
 
     events, made, asked = [], Batches.next, Sent.read
 

@@ -395,7 +395,7 @@ def card(folder: Path, *words: str, ran: Any = "fp8_hybrid", name: str = "tiny",
     (config,) = compose.preflight(["run_name=r", *words])
     config = replace(config, model=replace(config.model, name=name))
     files.write(folder / "step-00000012", {"global_step": 12, "state_dict": {}})
-    pointers.note(folder, pointers.Pointer("step-00000012", 12, 2.0))
+    pointers.write_note(folder, pointers.Pointer("step-00000012", 12, 2.0))
     parts = {"hyper_parameters": {"init_from": name}, "precision": {"ran": ran} if ran else None}
     found = Trained(folder / "step-00000012", config, {}, {"last_in_bf16": 4}, parts)
     return hf_export.model_card(found, 2, "X", license_id)

@@ -1,14 +1,36 @@
-"""What Lightning's loops count, and what a checkpoint must say of it so that a resumed run validates when it should.
+"""Lightning's loops and their counters, its `log`, its warnings. Holds for `lightning>=2.6.6,<2.7`.
 
-All of it is private to Lightning. Its counters are the only record of what a resumed run does next. Holds for
-`lightning>=2.6.6,<2.7`.
+Its counters are the only record of what a resumed run does next.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+_WARNINGS: dict[str, type[Warning]] = {
+    # Our loader is sized, reads in its own worker processes, and its position is in the data module's state. Lightning
+    # cannot see any of the three.
+    ".*does not have many workers.*": PossibleUserWarning,
+    "Your `IterableDataset` has `__len__` defined.*": UserWarning,
+    ".*your dataloader is not resumable.*": UserWarning,
+    # The last step of a run is always logged.
+    "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
+    ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
+    # What else is on the machine says nothing about what was asked for. Under `srun` the ranks are its own.
+    "The `srun` command is available on your system but is not used.*": PossibleUserWarning,
+    "GPU available but not used.*": PossibleUserWarning,  # trainer=cpu
+    ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
+}
+
+
+# ---- the loops' counters ---------------------------------------------------------------------------------------------
 
 
 def resume_into_validation(fit_loop: dict[str, Any]) -> None:
@@ -95,3 +117,65 @@ def set_back_to_last_step(trainer: Any) -> None:
     if not is_validation_due(trainer):
         for count in counts:
             count.completed = count.processed - 1
+
+
+# ---- logging ---------------------------------------------------------------------------------------------------------
+
+
+def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float], logger: bool) -> None:
+    """Have a module log metrics, for callbacks and progress bars, as tensors on the CPU.
+
+    `log` puts a float on the module's device. After each batch Lightning reads what a progress bar may show, until
+    there is a newer value: the host would wait for the GPU in every step. `logger`: also for the loggers.
+    """
+    for name, value in metrics.items():
+        module.log(name, torch.tensor(value), prog_bar=True, logger=logger)
+
+
+def log_last_step(trainer: pl.Trainer) -> None:
+    """Send the metrics of the step that has just ended to the loggers.
+
+    Lightning does so after `on_train_batch_end`. An exception in that hook skips it, and a resumed run will not do it.
+    """
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
+
+
+def return_only(trainer: pl.Trainer, name: str) -> None:
+    """Have `Trainer.validate` return the metric `name` without handing it to the loggers.
+
+    It returns what it logs, and logs it with an epoch, at a step that may be one less than the steps done.
+    """
+    connector = trainer._logger_connector
+    log = type(connector).log_eval_end_metrics
+
+    def log_others(metrics: dict[str, Any]) -> None:
+        log(connector, {key: value for key, value in metrics.items() if key != name})
+
+    connector.log_eval_end_metrics = log_others  # type: ignore[method-assign]
+
+
+def detach_logging(trainer: pl.Trainer) -> None:
+    """Remove the module's `log` and `log_dict` from the callbacks.
+
+    `fit` sets them there as attributes. Callbacks that outlive the module would keep it, and its weights, in memory.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for method in ("log", "log_dict"):
+            vars(callback).pop(method, None)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def ignore_warnings() -> None:
+    """Hide warnings of Lightning that are no fault here, by their texts and categories."""
+    for message, category in _WARNINGS.items():
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def forks_or_spawns(launcher: object) -> bool:
+    """Return whether a strategy's launcher trains in child processes, whose module the caller never sees."""
+    return isinstance(launcher, _MultiProcessingLauncher)
