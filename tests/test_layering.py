@@ -124,7 +124,7 @@ BEFORE_TORCH = [
         "evaluate",
         "train.loading",
         "train.run_end",
-        "train.summary",
+        "train.run_end",
         "train.sweep_job",
         "compat.hydra_private",
     ),

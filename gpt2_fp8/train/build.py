@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run. Everything that Lightning's Trainer is told is told here."""
+"""From a configuration to the parts of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
@@ -25,19 +24,18 @@ from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.run_length import last_step, steps_to_run
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import registry
-from gpt2_fp8.train import process, setup, summary
-from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
+from gpt2_fp8.train import run_end, setup
 from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.run_end import RunEnd
+from gpt2_fp8.train.trainer import build_trainer
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def build(
     throughput.readers.append(first[1].write)
     same_run = SameRun(
         asdict(config),
-        summary.versions() | _versions(plan),
+        run_end.versions() | _versions(plan),
         partial(plan.backend.kernels, module.vocab_size),
         config.micro_batch,
         plan.backend.slower(),
@@ -120,36 +118,3 @@ def _versions(plan: Plan) -> dict[str, str]:
     if plan.device == "cpu":
         return {"torch": torch.__version__}
     return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | libraries.versions()
-
-
-def build_trainer(
-    config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], loggers: list[Logger]
-) -> pl.Trainer:
-    """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
-    options = config.trainer
-    return pl.Trainer(
-        accelerator=plan.device,
-        devices=process.devices(config, plan.device),
-        num_nodes=options.num_nodes,
-        strategy=process.strategy(config, plan.device),
-        max_steps=steps_to_run(config),
-        max_epochs=-1,
-        val_check_interval=min(options.val_check_interval, last_step(config)),
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        limit_val_batches=0 if config.data.val_sequences == 0 else None,
-        log_every_n_steps=options.log_every_n_steps,
-        deterministic=options.deterministic,
-        fast_dev_run=options.fast_dev_run,
-        profiler=options.profiler,
-        plugins=[RunPrecision(plan), FolderCheckpointIO(), process.environment(config, plan.device)],
-        callbacks=callbacks,
-        logger=loggers,
-        enable_checkpointing=not options.fast_dev_run,
-        enable_progress_bar=any(isinstance(callback, LightningBar) for callback in callbacks),
-        enable_model_summary=False,
-        enable_autolog_hparams=False,  # they lie in the run's folder, and in its checkpoints
-        inference_mode=False,  # delayed scaling's tensors may be allocated in validation and change in training
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )

@@ -26,9 +26,9 @@ from gpt2_fp8.fp8.resolve import Plan, as_before, resolve
 from gpt2_fp8.runtime import devices, host_memory, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.process import quiet
 from gpt2_fp8.train.ranking import rank
 from gpt2_fp8.train.trained import Trained
+from gpt2_fp8.train.trainer import quiet
 
 
 class _Clock(pl.Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
@@ -31,10 +33,8 @@ from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
-from gpt2_fp8.train.length import resolve_length
-from gpt2_fp8.train.process import clean_up, quiet
-from gpt2_fp8.train.run_end import RunEnd
-from gpt2_fp8.train.summary import DivergenceReport
+from gpt2_fp8.train.run_end import DivergenceReport, RunEnd
+from gpt2_fp8.train.trainer import quiet
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Training:
         for line in run_length.describe_micro_batch(before, config):
             log.info(line)
         check_batch(config, world_size)
-        config, self._limit, epoch_ends = resolve_length(config, typed)
+        config, self._limit, epoch_ends = setup.resolve_length(config, typed)
         self.checkpointing.intervals.kept.add(epoch_ends)
         self.checkpoint = setup.find_checkpoint(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
@@ -223,6 +223,17 @@ class Training:
             summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
             summary.training_memory_gb = parts.memory.training_gb
             summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb
+
+
+def clean_up() -> None:
+    """Free what ran before: the next run in the process may follow a rollback, or be a sweep's next job."""
+    gc.collect()
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    transformer_engine.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:

@@ -21,7 +21,7 @@ from gpt2_fp8.config.shown import counted, line
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.model import hf_names
-from gpt2_fp8.train import saved_config, trained
+from gpt2_fp8.train import trained
 from gpt2_fp8.train.trained import Trained
 
 CARD_NAME = "README.md"
@@ -114,7 +114,7 @@ def model_card(found: Trained, parameters: int, architecture: str, license_id: s
     """
     config, manifest, data = found.config, read_manifest(found.path), found.config.data
     step, versions = int(manifest["global_step"]), manifest.get("written_by")
-    begun = found.parts[saved_config.KEY].get("init_from")
+    begun = found.parts[trained.KEY].get("init_from")
     repos = sorted({source.repo for _, source in mixture.sources_of(data) if isinstance(source, HubData)})
     tokens = step * tokens_a_step(config)
     rows = {

@@ -13,7 +13,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.model import hf_names
 from gpt2_fp8.model.hf_names import Place
-from gpt2_fp8.train import saved_config
+from gpt2_fp8.train import trained
 
 
 def write(source: Path, folder: Path, config: RunConfig) -> str:
@@ -24,8 +24,8 @@ def write(source: Path, folder: Path, config: RunConfig) -> str:
     """
     ids = vocabulary(config)
     weights = read_weights(source, config.model, ids)
-    plain = saved_config.to_plain(config, ids)
-    files.write(folder, {"state_dict": weights, saved_config.KEY: plain, "global_step": 0})
+    plain = trained.to_plain(config, ids)
+    files.write(folder, {"state_dict": weights, trained.KEY: plain, "global_step": 0})
     count = sum(weight.numel() for weight in weights.values())
     return f"{folder}: a checkpoint of {config.model.name}, {count:,} parameters with padding, from {source}"
 

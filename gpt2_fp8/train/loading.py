@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gpt2_fp8.checkpoint.lock import RunLock
-from gpt2_fp8.config import disk
-from gpt2_fp8.config.errors import Stopped, UserError
+from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks, registry, signals, slurm
@@ -36,8 +35,6 @@ def train(
     with signals.handled() as handlers, ExitStack() as held:
         if ranks.is_first_rank() and not config.trainer.fast_dev_run:
             held.enter_context(RunLock(folder))
-            if config.ckpt_path is None and (words or typed) and (found := disk.check_untaken(folder)):
-                raise UserError(finding.problem for finding in found)  # since the command line was checked
         end = RunEnd(config, folder, here, words, typed)
         try:
             fit = import_training()
@@ -46,13 +43,12 @@ def train(
             loss = fit(config, end)
         except BaseException as caught:
             handlers.hold()  # only the end follows
-            error, signum = caught, handlers.received
-            ends = handlers.thrown or end.first_step is None  # the signal's error may have become another one
-            if signum is not None and ends and not isinstance(caught, Stopped):
-                error = slurm.ended(signum)
-            end.close(error)
-            if error is not caught:
-                raise error from None
+            signum, ends = handlers.received, handlers.thrown or end.first_step is None
+            if signum is not None and ends and not isinstance(caught, Stopped):  # it may have become another error
+                stopped = slurm.ended(signum)
+                end.close(stopped)
+                raise stopped from None
+            end.close(caught)
             raise
         end.close(None)
         return loss

@@ -23,8 +23,9 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, unaccelerated
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import checkpoint_io, hf_import, own_trainer, resume, saved_config, trained
+from gpt2_fp8.train import checkpoint_io, hf_import, resume, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
+from gpt2_fp8.train.trainer import check_trainer
 from gpt2_fp8.train.validation import MetricLog, Validation
 
 
@@ -55,7 +56,7 @@ class GPT2Module(pl.LightningModule):
         self._weights = weights
         self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
-        self.save_hyperparameters(saved_config.to_plain(config, self.vocab_size))
+        self.save_hyperparameters(trained.to_plain(config, self.vocab_size))
 
     # Building
 
@@ -104,7 +105,7 @@ class GPT2Module(pl.LightningModule):
 
         Raises UserError with every contradiction.
         """
-        own_trainer.check(self.trainer, self.config)
+        check_trainer(self.trainer, self.config)
         checkpoint_io.write_folders(self.trainer)
         loops.limit_steps(self.trainer, last_step(self.config))
         return []

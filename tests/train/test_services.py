@@ -206,9 +206,3 @@ def test_a_missing_library_is_said_before_torch(name, library, monkeypatch):
         compose.preflight([*SMALL, f"logger={name}"])
     assert f'pip install -e ".[{name}]"' in str(caught.value)
     assert replace(config) == config
-
-
-def test_a_damaged_note_of_runs_is_none(tmp_path):
-    for text in ('{"wandb": 3}', "[]", "{"):
-        (tmp_path / services.FILE).write_text(text)
-        assert services.remembered(tmp_path, "wandb") is None
