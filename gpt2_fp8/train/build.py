@@ -27,7 +27,7 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.engine.run_watch import RunWatch
+from gpt2_fp8.engine.red_flags import RunWatch
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import registry

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +83,7 @@ class Training:
         self.config, self.end = config, end
         folder = end.folder / "checkpoints"
         self.checkpointing = Checkpointing.from_config(folder, config.callbacks)
-        penalties = [f"penalty.{name}={weight:g}" for name, weight in asdict(config.penalty).items() if weight]
-        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
+        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.parts: Parts | None = None
@@ -111,18 +108,13 @@ class Training:
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         if ranks.is_first_rank():
             setup.check_room(config, self.checkpointing.folder, len(epoch_ends))
-        self.plan = resolve(config, device)
+        self.plan = plan = resolve(config, device)
         if self.checkpoint is not None:
-            self.plan = self._stay_in_bf16(self.plan, self.checkpoint)
-        self.end.summary.take_settings(config)
-
-    def _stay_in_bf16(self, plan: Plan, checkpoint: Path) -> Plan:
-        """Return the plan of a resumed run: one that has fallen back to bf16 stays there."""
-        before = as_before(plan, self.config, read_plain(checkpoint, "precision"))
-        if before.ran != plan.ran:
+            self.plan = as_before(plan, config, read_plain(self.checkpoint, "precision"))
+        if self.plan.ran != plan.ran:
             log.info("the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that",
                      plan.asked)  # fmt: skip
-        return before
+        self.end.summary.take_settings(config)
 
     def fit_to_the_end(self, stop: GracefulStop) -> None:
         """Build and fit, again after each rollback, and validate the end."""
@@ -139,7 +131,7 @@ class Training:
                 break
             self._go_back(back, self.parts)
         trainer, module = self.parts.trainer, self.parts.module
-        finite = all(is_finite(weight) for weight in module.parameters())
+        finite = all(_is_finite(weight) for weight in module.parameters())
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -159,7 +151,7 @@ class Training:
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
         path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
         self.checkpoint = parts.trainer.strategy.broadcast(path)
-        self.divergence.start_again(setup.step_of(self.checkpoint) or 0)
+        self.divergence.start_again()
         detach_logging(parts.trainer)
         if back.step <= parts.module.step.attempts.steps_in_fp8:  # otherwise it was in bf16: FP8 is not at fault
             self.plan = fallen_back(self.plan, self.config, f"fallback at step {back.step}: {back.reason}")
@@ -262,18 +254,17 @@ def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], orig
     candidates += [origin] if origin else []
     if back.weights_intact:
         candidates += [own[step] for step in sorted(own) if back.before < step <= back.step]
-    path = next((path for path in candidates if is_sound(path)), None)
+    path = next((path for path in candidates if _is_sound(path)), None)
     where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
     log.warning("step %d: going back %s", back.step, where)
     return path
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether each number of the tensor is finite."""
+def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
 
 
-def is_sound(path: Path) -> bool:
+def _is_sound(path: Path) -> bool:
     """Return whether a checkpoint can be read, with finite weights and moments.
 
     A weight that is not finite shows in no loss before the next step, and may have been saved meanwhile.
@@ -282,16 +273,6 @@ def is_sound(path: Path) -> bool:
         checkpoint = files.read(path)
     except (files.CheckpointError, OSError):
         return False
-    parts = checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
-    return all(is_finite(tensor) for tensor in _tensors(parts))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)
+    states = [state for optimizer in checkpoint.get("optimizer_states", []) for state in optimizer["state"].values()]
+    values = [value for tensors in (checkpoint["state_dict"], *states) for value in tensors.values()]
+    return all(_is_finite(value) for value in values if isinstance(value, Tensor))

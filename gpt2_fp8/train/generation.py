@@ -31,12 +31,12 @@ _TOKENS = 200  # of a text whose number of tokens is not given, if the context h
 
 @dataclass(frozen=True)
 class Written:
-    """A text that has ended. `tokens`: how many were drawn, without the one that ended it."""
+    """A text that has ended."""
 
     prompt: str
     sample: int
     text: str
-    tokens: int
+    tokens: int  # how many were drawn, without the one that ended it
     ended: End
 
 
@@ -53,8 +53,11 @@ class Generation:
         self.config, self.device = config, _device(config.device)
         assert config.ckpt_path is not None, "checked before"
         found = trained.load(config.ckpt_path, config.checkpoint)
-        if config.tokenizer is not None:
-            found = found._replace(config=_with_tokenizer(found.config, config.tokenizer))
+        if config.tokenizer is not None:  # as if the run's lay there
+            sources = [source for _, source in mixture.sources_of(found.config.data)]
+            sources = [replace(source, tokenizer=config.tokenizer) for source in sources]
+            data = mixture.with_sources(found.config.data, sources)
+            found = found._replace(config=replace(found.config, data=data))
         self.path = found.path
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
@@ -93,8 +96,7 @@ class Generation:
         longest = max(len(text.prompt) + text.most for text in texts)
         decoder = Decoder(self.model, len(texts), min(self.model.config.n_positions, longest))
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
-        end = tokenizer.eot_token if config.stop else None
-        ids = min(self.model.vocab_size, tokenizer.n_vocab)
+        ids, end = min(self.model.vocab_size, tokenizer.n_vocab), tokenizer.eot_token if config.stop else None
         stream, seen = TextStream(tokenizer, self._typed[batch[0][0]]), 0
         for _ in go_on(decoder, texts, sampling, ids, end):
             if len(texts) == 1:
@@ -120,13 +122,12 @@ class Generation:
     def _misfits(self, n_positions: int) -> Iterator[Problem]:
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
             named = f"prompt {number} ({show(prompt)})" if len(self.prompts) > 1 else f"the prompt ({show(prompt)})"
-            room, tokens = _room(len(ids), n_positions), self.config.tokens or 1
+            tokens = self.config.tokens or 1
             if not ids:
                 yield Problem(f"{named} has no token of the tokenizer", "give it a word that the tokenizer knows")
-            elif not self.config.slide and tokens > room:
+            elif not self.config.slide and tokens > _room(len(ids), n_positions):
                 cause = f"tokens={tokens}: {named} has {len(ids):,} of the model's {n_positions:,} positions"
-                fits = f"tokens={room} or less; or " if room > 0 else ""
-                yield Problem(cause, f"{fits}slide=true, which goes on with the newest half of the context")
+                yield Problem(cause, "fewer tokens; or slide=true, which goes on with the newest half of the context")
 
 
 def _room(prompt: int, n_positions: int) -> int:
@@ -138,12 +139,6 @@ def _device(asked: str) -> Literal["cuda", "cpu"]:
     if asked == "gpu" and not torch.cuda.is_available():
         raise UserError.of("device=gpu, and torch sees no GPU here", "device=cpu, or device=auto")
     return "cpu" if asked == "cpu" or not torch.cuda.is_available() else "cuda"
-
-
-def _with_tokenizer(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration of a run as if its tokenizer lay at `name`."""
-    sources = [replace(source, tokenizer=name) for _, source in mixture.sources_of(config.data)]
-    return replace(config, data=mixture.with_sources(config.data, sources))
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

@@ -18,15 +18,14 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, unaccelerated
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import checkpoint_io, hf_import, resume, trained
+from gpt2_fp8.train import checkpoint_io, huggingface, resume, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.trainer import check_trainer
-from gpt2_fp8.train.validation import MetricLog, Validation
+from gpt2_fp8.train.validation import MetricLog, Validation, logits
 
 
 class GPT2Module(pl.LightningModule):
@@ -52,7 +51,7 @@ class GPT2Module(pl.LightningModule):
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
         if weights is None and config.init_from:
-            weights = hf_import.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
+            weights = huggingface.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
         self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
@@ -74,13 +73,8 @@ class GPT2Module(pl.LightningModule):
         """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
 
         Its layers compute in float32, in plain torch, until a Trainer has a precision plugin. `config` is for a
-        checkpoint that does not hold its own; the other arguments are Lightning's, and change nothing. Raises UserError
-        for a value that would, or where the parts do not fit.
+        checkpoint that does not hold its own; the other arguments are Lightning's, and change nothing.
         """
-        if hparams_file is not None:
-            raise UserError.of("hparams_file: a checkpoint holds its configuration", "config=load_config(...)")
-        if strict is False:
-            raise UserError.of("strict=False: a model with some of its weights is none", "leave strict out")
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
         module = cls.unbuilt(found.config, found.weights, found.step)
         device = torch.device(map_location or "cpu")
@@ -147,7 +141,7 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens]: see `engine.logits`.
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`train.validation`).
 
         Raises UserError before the layers are built, too.
         """

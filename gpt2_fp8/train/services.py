@@ -108,7 +108,7 @@ class Remote(Logger):
 
     @rank_zero_only
     def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
-        """Send the distributions of tensors, if the service shows them."""
+        """Send what the service shows of tensors' distributions."""
         self._send(partial(self.send_histograms, tensors=list(tensors), step=step))
 
     @rank_zero_only

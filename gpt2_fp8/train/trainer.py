@@ -163,7 +163,7 @@ def _check_devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, number):
         cause = f"the Trainer has {trainer.num_devices} devices on each of {trainer.num_nodes} machines, and the "
         cause += f"configuration trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}"
-        yield Problem(cause, "the same numbers in both")
+        yield Problem(cause, f"trainer.devices={trainer.num_devices}, trainer.num_nodes={trainer.num_nodes}")
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         cause = f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model"
         yield Problem(cause, "Trainer(strategy='ddp') on several GPUs, 'auto' on one")
