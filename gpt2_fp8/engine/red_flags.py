@@ -89,20 +89,15 @@ class FP8RedFlags:
             yield from self._of_jumps(health, settled)
 
     def _of_scale(self, health: Health) -> Found | None:
-        tensor = health.tensor
-        keep = f"precision.keep_bf16='[{tensor.layer}]' keeps the layer in bf16"
+        tensor, lower = health.tensor, f"a lower optim.lr; {_in_bf16(health)} keeps the layer in bf16"
         if not math.isfinite(health.amax):
-            return Found(
-                "amax", health, math.inf, f"the amax of {tensor} is {health.amax}", f"a lower optim.lr; {keep}"
-            )
+            return Found("amax", health, math.inf, f"the amax of {tensor} is {health.amax}", lower)
         if health.amax == 0:
-            text = f"the amax of {tensor} is 0: every value of it is"
-            return Found(
-                "zero", health, 0, text, "nothing is learnt there; a lower optim.lr, from an earlier checkpoint"
-            )
+            remedy = "nothing is learnt there; a lower optim.lr, from an earlier checkpoint"
+            return Found("zero", health, 0, f"the amax of {tensor} is 0: every value of it is", remedy)
         if at_limit(health.scale):
             text = f"the scale of {tensor} is {health.scale:.3g}, at an amax of {health.amax:.3g}"
-            return Found("scale", health, math.inf, text, f"a lower optim.lr; {keep}")
+            return Found("scale", health, math.inf, text, lower)
         return None
 
     def _of_shares(self, health: Health) -> Iterator[Found]:
@@ -133,21 +128,22 @@ class FP8RedFlags:
             yield Found("unsteady", health, size, text, "a lower optim.lr, or a longer optim.warmup_steps")
 
     def _more_headroom(self, health: Health) -> str:
-        keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe):
             lacking = math.ceil(-health.headroom) if math.isfinite(health.headroom) else 1
-            return (
-                f"recipe=delayed recipe.margin={self.recipe.margin + max(1, lacking)} leaves more headroom, or {keep}"
-            )
-        return f"{keep} keeps the layer in bf16"
+            margin = self.recipe.margin + max(1, lacking)
+            return f"recipe=delayed recipe.margin={margin} leaves more headroom, or {_in_bf16(health)}"
+        return f"{_in_bf16(health)} keeps the layer in bf16"
 
     def _less_headroom(self, health: Health) -> str:
-        keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe) and self.recipe.margin > 0:
-            return f"recipe=delayed recipe.margin=0 leaves less headroom, or {keep}"
+            return f"recipe=delayed recipe.margin=0 leaves less headroom, or {_in_bf16(health)}"
         if health.tensor.kind == "gradient" and health.tensor.format == "e4m3":
-            return f"precision=fp8_hybrid has gradients of more range, or {keep}"
-        return f"{keep} keeps the layer in bf16, or recipe=block"
+            return f"precision=fp8_hybrid has gradients of more range, or {_in_bf16(health)}"
+        return f"{_in_bf16(health)} keeps the layer in bf16, or recipe=block"
+
+
+def _in_bf16(health: Health) -> str:
+    return f"precision.keep_bf16='[{health.tensor.layer}]'"
 
 
 @dataclass

@@ -61,14 +61,10 @@ def build(
     first: tuple[TimeLimit, LogLine],
     last: tuple[DivergenceGuard, Checkpointing, GracefulStop],
 ) -> Parts:
-    """Build the parts of a run in the folder of `end`.
+    """Build the parts of a run in the folder of `end`, which continues from `checkpoint`, if there is one.
 
-    Args:
-        checkpoint: what the run continues from, or None.
-        first: callbacks that outlive a rollback: what decides whether a step is the last, and what writes log lines.
-        last: what judges a step, saves and stops. Lightning moves the last two behind all others, in their order.
-
-    Raises UserError for weights or a tokenizer that are not there.
+    `first` and `last` are callbacks that outlive a rollback: what decides whether a step is the last and writes log
+    lines; and what judges a step, saves and stops. Lightning moves the last two behind all others, in their order.
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
     resume_step, trial = setup.step_of(checkpoint), config.trainer.fast_dev_run

@@ -39,8 +39,7 @@ from gpt2_fp8.train.trainer import quiet
 def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[str, Any]:
     """Validate the model as a run would, and rank endings if `own` names some; returns the results by their names.
 
-    `config`: the checkpoint's with the command line on it. Raises UserError for text, a tokenizer or a precision that
-    is not there, Diverged for a loss that is not finite, and DataSourceLost.
+    `config`: the checkpoint's with the command line on it. Raises Diverged for a loss that is not finite.
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*no logger configured")  # the module logs for a run
@@ -101,8 +100,7 @@ def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.
 def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
     """Return the loss and what follows from it and the text. Loss: nats a token, over all tokens that were scored.
 
-    Bits per byte are over the bytes of the tokens' text. An id that ends a document is scored, and has no bytes. Raises
-    Diverged for a loss that is not finite.
+    Bits per byte are over the bytes of the tokens' text. An id that ends a document is scored, and has no bytes.
     """
     assert data.text is not None
     loss, tokenizer = float(metrics["val_loss"]), data.tokenizer
@@ -151,14 +149,8 @@ def rank(
     """Rank the endings of each item by their log-likelihoods, as lm-eval asks HellaSwag's questions.
 
     Returns the accuracy of the largest sum (`acc`) and of the largest sum divided by the ending's characters
-    (`acc_norm`), each with its standard error, and the number of items.
-
-    Args:
-        logits_of: computes logits [rows, tokens, vocabulary] of ids [rows, tokens].
-        n_positions: of a longer text, the last tokens count.
-        rows: sequences that are computed together.
-
-    Raises UserError for endings without a token of their own, or with more than the model has positions.
+    (`acc_norm`), each with its standard error, and the number of items. `logits_of` computes [rows, tokens, vocabulary]
+    of ids [rows, tokens]. Of a text longer than `n_positions`, the last tokens count.
     """
     encoded = [[encode_pair(tokenizer, item.context, ending) for ending in item.endings] for item in items]
     if problems := list(_unscorable(items, encoded, n_positions)):

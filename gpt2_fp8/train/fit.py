@@ -38,11 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, end: RunEnd) -> float | None:
-    """Train as `config` says, in the folder of `end`; returns the last validation loss.
-
-    The caller sees to the run's end (`train/loading.py`). Raises the errors of `config.errors` for ends of a known
-    kind.
-    """
+    """Train as `config` says, in the folder of `end`; returns the last validation loss. `train/loading.py` ends it."""
     end.first_step = 0
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
@@ -67,13 +63,10 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
 
 
 class Training:
-    """A run in its process.
+    """A run in its process: `config` without any `auto` once it is prepared, `plan` and `checkpoint` to begin from.
 
-    Attributes:
-        config: without any `auto` once the run is prepared; `plan` and `checkpoint`: what it computes with and
-            continues from.
-        checkpointing, divergence, time_limit: the callbacks that outlive a rollback.
-        parts: those of the present `fit`; None if there are none.
+    `checkpointing`, `divergence` and `time_limit` are callbacks that outlive a rollback; `parts` are of the present
+    `fit`.
     """
 
     plan: Plan
@@ -143,10 +136,7 @@ class Training:
         self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
 
     def _go_back(self, back: RollBack, parts: Parts) -> None:
-        """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts. Collective.
-
-        Rank 0 reads the checkpoints.
-        """
+        """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts."""
         parts.data.teardown()
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
         path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None

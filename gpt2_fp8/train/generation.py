@@ -41,13 +41,7 @@ class Written:
 
 
 class Generation:
-    """A model, its tokenizer and the beginnings that it shall go on with.
-
-    Raises UserError for a checkpoint or a tokenizer that cannot be used, a device that is not there, and all
-    beginnings that do not fit.
-
-    Attributes: `path` of the checkpoint, `device`, `dtype`, `tokenizer`, `model`, `prompts`.
-    """
+    """A model, its tokenizer and the beginnings that it shall go on with. Raises UserError for what cannot be used."""
 
     def __init__(self, config: GenerateConfig):
         self.config, self.device = config, _device(config.device)
@@ -73,8 +67,7 @@ class Generation:
     def write(self, say: Callable[[str], object]) -> Iterator[Written]:
         """Write all texts, `batch_size` at a time, in the order of their beginnings and samples.
 
-        `say` gets a text piece by piece as it is drawn, if no other one is written with it. Raises UserError if a batch
-        does not fit into memory.
+        `say` gets a text piece by piece as it is drawn, if no other one is written with it.
         """
         asked = [(place, sample) for place in range(len(self.prompts)) for sample in range(self.config.samples)]
         for first in range(0, len(asked), self.config.batch_size):

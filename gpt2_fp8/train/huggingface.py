@@ -58,9 +58,7 @@ before; no other token was added.
 def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: str | None = None) -> str:
     """Write the weights of `source` to `folder`, float32, with tokenizer and model card; returns in a line what.
 
-    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card. Raises UserError
-    for a checkpoint that cannot be read, for a model that no architecture computes, and for a tokenizer that is not the
-    run's any more. Raises OSError if the disk does not take it.
+    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card.
     """
     found = trained.read(trained.find_checkpoint(source), "precision", "TokenDataModule")
     config, ids = found.config, vocabulary(found.config)
@@ -77,10 +75,7 @@ def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: 
 
 
 def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
-    """Return the architecture that computes a model. Raises UserError, with what the nearest lacks, if none does.
-
-    `path`: the checkpoint.
-    """
+    """Return the architecture that computes a model, or raise UserError with what the nearest one lacks."""
     spec = block_spec(model)
     misfits = {architecture: hf_config.misfits(spec, architecture) for architecture in hf_config.ARCHITECTURES}
     best = min(misfits, key=lambda architecture: len(misfits[architecture]))
@@ -93,10 +88,7 @@ def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
 
 
 def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes]:
-    """Return the files of a run's tokenizer. Raises UserError if it is gone, or is not what the run was trained with.
-
-    `data`: the state of the text in the checkpoint.
-    """
+    """Return the files of a run's tokenizer, which must be the one of the checkpoint's text, `data`."""
     name, remedy = config.data.tokenizer, "set it back as it was; or --no-tokenizer writes the weights alone"
     try:
         found = tokenizer_export.files_of(name, config.model.n_positions)
@@ -109,10 +101,7 @@ def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes
 
 
 def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
-    """Return Hugging Face's README.md of a model: what its run knows of it, with the metadata that the hub reads first.
-
-    `parameters`: of the exported model, without padding. What an early checkpoint does not hold is left out.
-    """
+    """Return Hugging Face's README.md of a model: what its run knows of it. `parameters`: without padding."""
     config, manifest, data = found.config, read_manifest(found.path), found.config.data
     step = int(manifest["global_step"])
     begun = found.parts[trained.KEY].get("init_from")
@@ -164,8 +153,7 @@ def _computed(found: Trained) -> dict[str, str]:
 def import_weights(source: Path, folder: Path, config: RunConfig) -> str:
     """Write the weights of `source` as the checkpoint `folder`, float32, of step 0; returns in a line what.
 
-    `config`: a run's, with the folder's model. Raises CheckpointError for weights that are damaged, not finite, or none
-    of the model, and OSError if the disk does not take them.
+    `config`: a run's, with the folder's model.
     """
     ids = vocabulary(config)
     weights = read_weights(source, config.model, ids)

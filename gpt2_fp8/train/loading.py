@@ -80,10 +80,7 @@ def import_rendezvous() -> ModuleType:
 
 
 def processes_to_start(config: RunConfig) -> int:
-    """Return how many processes a job takes that no launcher has started; 1: this one runs it.
-
-    Raises UserError if there are fewer GPUs.
-    """
+    """Return how many processes a job takes that no launcher has started; 1: this one runs it."""
     options = config.trainer
     if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
         return 1

@@ -32,8 +32,7 @@ _NO_LABELS = ("run_name", "ckpt_path", "notes", "hydra", "tags", "logger", "call
 def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
     """Build the loggers of the run's own folder that `config` asks for.
 
-    `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
-    is dropped. None starts new logs. Steps count from 1: pass `step=trainer.global_step` after the update.
+    What was logged for steps after `resume_step`, that of the checkpoint, is dropped. None starts new logs.
     """
     loggers: list[Logger] = []
     if config.tensorboard:
@@ -45,10 +44,7 @@ def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> 
 
 
 def build_loggers(config: RunConfig, folder: Path, resume_step: int | None, in_sweep: bool) -> list[Logger]:
-    """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'.
-
-    A run that continues from a checkpoint continues its run at each service. `in_sweep`: it is a sweep's job.
-    """
+    """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'."""
     resumed = resume_step is not None
     loggers = build_files(config.logger, folder, resume_step)
     loggers += [Wandb(config, folder, in_sweep, resumed)] if config.logger.wandb is not None else []
@@ -137,10 +133,7 @@ class RunLabels(pl.Callback):
 
 
 def run_labels(config: RunConfig, words: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """Return what was typed for this run or job, beside what every run has, by the names of keys.
-
-    A table of all keys would be too wide to read. `words`: the run's overrides.
-    """
+    """Return what was typed for this run or job, beside what every run has, by keys; all of them would be too many."""
     found: dict[str, bool | int | float | str] = {
         "model": config.model.name,
         "precision": config.precision.name,

@@ -35,14 +35,10 @@ def read(path: Path, wanted: Collection[str]) -> Rows:
 
 
 class CSVLog:
-    """A CSV file of rows by step, whose columns grow. Nothing is touched before the first row.
+    """A CSV file of rows by step, whose columns grow from `columns`. Nothing is touched before the first row.
 
-    Args:
-        path: the file.
-        columns: of a new file, `step` first.
-        resume_step: the step of the checkpoint that the run continues from. Rows of later steps are dropped, and values
-            that the file has at this step are not written again: a validation may be repeated after a kill. None: a new
-            file is begun.
+    After a resume from a checkpoint of `resume_step`, rows of later steps are dropped, and values that the file has at
+    this step are not written again: a validation may be repeated after a kill. None: a new file is begun.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], resume_step: int | None):
@@ -89,10 +85,7 @@ class CSVLog:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a file, without a last line that a kill tore; none if it is not there.
-
-    Raises OSError, and ValueError at a line that is no row.
-    """
+    """Yield the rows of a file, if it is there, without a last line that a kill tore. Raises ValueError at another."""
     if not path.exists():
         return
     text = path.read_bytes().decode(errors="replace")

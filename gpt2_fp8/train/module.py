@@ -22,9 +22,9 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, unaccelerated
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import checkpoint_io, huggingface, resume, trained
+from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.trainer import check_trainer
+from gpt2_fp8.train.trainer import check_trainer, write_folders
 from gpt2_fp8.train.validation import MetricLog, Validation, logits
 
 
@@ -70,10 +70,9 @@ class GPT2Module(pl.LightningModule):
         *,
         config: RunConfig | None = None,
     ) -> GPT2Module:
-        """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
+        """Build the module of a checkpoint's folder, in float32 and plain torch until a Trainer has a precision plugin.
 
-        Its layers compute in float32, in plain torch, until a Trainer has a precision plugin. `config` is for a
-        checkpoint that does not hold its own; the other arguments are Lightning's, and change nothing.
+        `config` is for a checkpoint that does not hold its own; the others are Lightning's and change nothing.
         """
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
         module = cls.unbuilt(found.config, found.weights, found.step)
@@ -86,21 +85,15 @@ class GPT2Module(pl.LightningModule):
     def unbuilt(
         cls, config: RunConfig, weights: Mapping[str, Tensor], step: Mapping[str, Any], vocab_size: int | None = None
     ) -> GPT2Module:
-        """Return the module of a checkpoint's parts, whose layers a Trainer builds in its own precision.
-
-        `step`: what its training step begins with, such as FP8 scales.
-        """
+        """Return the module of a checkpoint's parts, whose layers a Trainer builds; `step`: such as FP8 scales."""
         module = cls(config, vocab_size, weights)
         module._step_state = step
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first.
-
-        Raises UserError with every contradiction.
-        """
+        """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first."""
         check_trainer(self.trainer, self.config)
-        checkpoint_io.write_folders(self.trainer)
+        write_folders(self.trainer)
         loops.limit_steps(self.trainer, last_step(self.config))
         return []
 
@@ -141,10 +134,7 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`train.validation`).
-
-        Raises UserError before the layers are built, too.
-        """
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`train.validation`)."""
         self._check_built()
         return logits(self.step, ids, self.vocab_size)
 
@@ -211,19 +201,13 @@ class GPT2Module(pl.LightningModule):
     # Checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's own state dict after the last step, with no prefix: anyone can read the file.
-
-        Raises UserError before the layers are built.
-        """
+        """Return the model's own state dict after the last step, with no prefix: anyone can read the file."""
         self._check_built()
         self.step.settle()
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights.
-
-        Raises UserError before the layers are built, and listing what differs when the weights are another model's.
-        """
+        """Load weights. Raises UserError with what differs when they are another model's."""
         self._check_built()
         resume.refuse_other_weights(self.model.state_dict(), state_dict)
         return self.model.load_state_dict(state_dict, strict, assign)

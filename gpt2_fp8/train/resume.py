@@ -73,10 +73,9 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every difference between a checkpoint's architecture, `given`, and this one.
+    """Yield every difference between a checkpoint's architecture, `given`, and this one: equal shapes say little.
 
-    Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing. One from before the
-    model had options has GPT-2's.
+    A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
     """
     given = trained.with_defaults(ModelConfig, given, "model.") if given else {}
     for key, own in asdict(model).items():
@@ -86,10 +85,7 @@ def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Proble
 
 
 def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Yield why a run of `config` cannot go on from the checkpoint `path`: its end, its optimizer, its seed.
-
-    A checkpoint from before there was a choice of optimizers is AdamW's.
-    """
+    """Yield why a run of `config` cannot go on from the checkpoint `path`: its end, its optimizer, its seed."""
     if (step := checkpoint["global_step"]) > (end := last_step(config)):
         others = [key for key in ("max_tokens", "max_epochs") if getattr(config.trainer, key) is not None]
         also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
@@ -126,9 +122,9 @@ def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Ite
 
 
 def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> Iterator[str]:
-    """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
+    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments.
 
-    The moments and the step stay. Says how the next step's learning rate changes by that, if it does.
+    Says how the next step's learning rate changes by that, if it does.
     """
     config = step.config
     optimizer = build_optimizer(step.model, config.optim, config.optimizer)
@@ -156,10 +152,7 @@ def refuse(differences: list[Problem]) -> None:
 
 
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with the first differences between two state dicts in names, shapes and dtypes.
-
-    torch would silently cast weights of another dtype, and change them.
-    """
+    """Raise CheckpointError with what differs in names, shapes and dtypes: torch would cast and change weights."""
     here, there = ({name: _form(weight) for name, weight in weights.items()} for weights in (model, given))
     names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
     causes = [

@@ -78,7 +78,7 @@ class Summary:
     tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
     notes: str | None = None
     precision: Precision
-    recipe: str | None  # the scaling recipe; None if nothing ran in FP8
+    recipe: str | None = None  # the scaling recipe; None if nothing ran in FP8
     optimizer: str = "adamw"
     status: Status = "failed"
     exit_code: int = 1
@@ -157,17 +157,13 @@ def _now() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions as installed, without importing anything; None for what is not installed.
-
-    `code` is the digest of this package's files.
-    """
+    """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
     found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
     found["python"] = platform.python_version()
     for name in ("torch", "lightning", "transformer_engine"):
-        try:
+        found[name] = None
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 
@@ -182,21 +178,17 @@ def _finite(value: Any) -> Any:
 
 
 class RunEnd:
-    """What the end of a run in `folder` tells.
+    """What the end of a run in `folder` tells. The run fills `summary` as it goes.
 
-    Attributes:
-        summary: filled by the run as it goes.
-        words: the run's overrides.
-        first_step: the step that training has continued from; None before training.
+    `words` are the run's overrides; `first_step` is the step that training continues from, None before training.
     """
 
     def __init__(
         self, config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), typed: Typed | None = None
     ) -> None:
         self.folder, self.words = folder, words
-        self.summary = Summary(precision=Precision(asked=config.precision.name), recipe=None)
-        self.summary.tags, self.summary.notes = config.tags, config.notes
-        self.summary.overrides = list(words)
+        asked = Precision(asked=config.precision.name)
+        self.summary = Summary(precision=asked, tags=config.tags, notes=config.notes, overrides=list(words))
         self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
@@ -273,9 +265,9 @@ def result_line(done: Summary, first_step: int) -> str:
 
 
 def end_of_process(end: RunEnd, code: int) -> float | None:
-    """Return the last validation loss of a run that has ended in another process with exit code `code`.
+    """Return the last validation loss of a run in another process, which has ended with `code`, or raise JobError.
 
-    Raises JobError if it has not completed. A process that has written no summary, as a killed one, gets one.
+    A process that has written no summary, as a killed one, gets one.
     """
     found = read_summary(end.folder)
     if code == 0:

@@ -17,10 +17,10 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.schema import RunConfig, WandbConfig
-from gpt2_fp8.engine.histograms import TensorStats
 
 log = logging.getLogger(__name__)
 

@@ -33,25 +33,18 @@ MOST_FLOPS = 250_000_000_000  # of a micro-batch on a CPU that was not typed: se
 
 
 class Length(NamedTuple):
-    """How long a run is.
+    """How long a run is."""
 
-    Attributes:
-        config: the run's, with its number of steps as `trainer.max_steps`.
-        limit: the key of the limit that gives this number.
-        epoch_ends: the last step of each epoch, if `callbacks.keep_epochs` asks for their checkpoints.
-    """
-
-    config: RunConfig
-    limit: str
-    epoch_ends: list[int]
+    config: RunConfig  # with its number of steps as `trainer.max_steps`
+    limit: str  # the key of the limit that gives this number
+    epoch_ends: list[int]  # the last step of each epoch, if `callbacks.keep_epochs` asks for their checkpoints
 
 
 def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = False) -> Length:
-    """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted.
+    """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted, on each rank.
 
-    A warm-up that is not among the keys `typed` is fitted to that number, and the log says so. Each rank counts, and
-    finds the same number. Raises UserError if what was typed does not fit, unless it is only `drawn`, and what reading
-    the text raises.
+    A warm-up that is not among the keys `typed` is fitted to that number. What was typed and does not fit is refused,
+    unless it is only `drawn`.
     """
     tokens, kept_ends = None, []
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
@@ -98,9 +91,9 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     """Raise UserError if the run's checkpoints, with those of `epochs`, cannot be written, or will not have room."""
     if config.trainer.fast_dev_run:
         return
-    parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
-    state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
-    saved = config.callbacks
+    padded, saved = padded_vocabulary(vocabulary(config)), config.callbacks
+    parameters = parameter_count(config.model, padded)
+    state = optimizer_bytes(config.optimizer, config.model, padded)
     permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
     between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
     at_once = space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
@@ -108,13 +101,10 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
 
 
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
-    """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
-
-    Its files' digests are checked. Raises UserError if none is whole, or if the folder has those of another run.
-    """
-    own = folder / "checkpoints"
+    """Return the checkpoint to continue from, verified, or None for a fresh start, also if `last` found none."""
     if config.ckpt_path is None:
         return None
+    own = folder / "checkpoints"
     found = find.resolve(config.ckpt_path, own)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
@@ -131,14 +121,11 @@ def step_of(checkpoint: Path | None) -> int | None:
 
 def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
     """Log what was chosen and why, in at most a dozen lines."""
-    model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
-    tokens = tokens_a_step(config)
+    model, padded, tokens = config.model, padded_vocabulary(vocab_size), tokens_a_step(config)
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
-    peak = peak_bf16_flops(name)
-    log.info(
-        "model      %s: %s parameters, vocabulary %s padded to %s",
-        model.name, *(f"{n:,}" for n in (parameter_count(model, padded_vocab_size), vocab_size, padded_vocab_size)),
-    )  # fmt: skip
+    parameters, per_token = parameter_count(model, padded), flops_per_token(model, padded)
+    log.info("model      %s: %s parameters, vocabulary %s padded to %s",
+             model.name, *(f"{number:,}" for number in (parameters, vocab_size, padded)))  # fmt: skip
     log.info("device     %s x %d", name, world_size)
     if (place := ranks.current()).launcher:
         met = rendezvous.joined()
@@ -148,21 +135,15 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.backend.evaluates_in_bf16 else ""
     ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
-    if plan.reason is None:
-        log.info("precision  %s", ran)
-    else:
-        log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
+    log.info("precision  %s", ran if plan.reason is None else f"{ran} instead of {plan.asked}: {plan.reason}")
     log_kernels(plan.backend.kernels(vocab_size), plan.backend.slower())
-    state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
+    state = optimizer_bytes(config.optimizer, model, padded) / parameters
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
-    log.info(
-        "steps      %s of %s x %s = %s tokens, in micro-batches of %s",
-        *(f"{number:,}" for number in (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)),
-        counted(config.micro_batch, "sequence"),
-    )  # fmt: skip
-    if peak:
-        per_token = flops_per_token(model, padded_vocab_size)
+    numbers = (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)
+    log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s",
+             *(f"{number:,}" for number in numbers), counted(config.micro_batch, "sequence"))  # fmt: skip
+    if peak := peak_bf16_flops(name):
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:
         log.info("continues  %s (step %s)", start, f"{step_of(start):,}")

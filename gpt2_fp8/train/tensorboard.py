@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.compat import tensorboard_hparams
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.engine.histograms import TensorStats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -94,13 +94,9 @@ class Lossy:
 class EventFile(Lossy, TensorBoardLogger):
     """A TensorBoardLogger that sorts metrics into groups, and writes every row into the file at once.
 
-    TensorBoard itself does so every two minutes. A killed run continues from a checkpoint, and the rows before it must
-    be in the file then. `folder/tensorboard` holds texts and hyper-parameters, `train` and `val` in it the curves. If
-    the disk does not take a row, this and later ones are lost: TensorBoard's writer does not recover.
-
-    Args:
-        folder: the run's.
-        purge_step: readers drop everything of earlier files at or after this step, in all three.
+    A killed run continues from a checkpoint, and the rows before it must be in the file then. `folder/tensorboard`
+    holds texts and hyper-parameters, `train` and `val` in it the curves, of which readers drop everything of earlier
+    files at or after `purge_step`. If the disk does not take a row, TensorBoard's writer does not recover.
     """
 
     def __init__(self, folder: Path, purge_step: int):

@@ -26,28 +26,17 @@ KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in 
 
 
 class Trained(NamedTuple):
-    """What a checkpoint holds of a model.
-
-    Attributes:
-        path: its folder.
-        config: the run's.
-        weights: float32, by our names.
-        step: what a training step begins with beside them, such as FP8 scales.
-        parts: what else was asked for, and `KEY`.
-    """
+    """What a checkpoint holds of a model."""
 
     path: Path
     config: RunConfig
-    weights: Mapping[str, Tensor]
-    step: Mapping[str, Any]
-    parts: Mapping[str, Any]
+    weights: Mapping[str, Tensor]  # float32, by our names
+    step: Mapping[str, Any]  # what a training step begins with beside them, such as FP8 scales
+    parts: Mapping[str, Any]  # what else was asked for, and `KEY`
 
 
 def load(ckpt_path: str, which: Which) -> Trained:
-    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, checked.
-
-    Raises UserError, with remedies for that command line.
-    """
+    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, with remedies for that."""
     try:
         return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
     except CheckpointError as error:  # its own remedies are for a run, or for Python
@@ -56,10 +45,7 @@ def load(ckpt_path: str, which: Which) -> Trained:
 
 
 def find_checkpoint(source: Path, which: Which = "last") -> Path:
-    """Return the checkpoint that `source` means: it is one, or a run's folder with its last or its best.
-
-    The last is the newest whole one. Raises UserError if there is none, or the best is damaged.
-    """
+    """Return the checkpoint that `source` means: it is one, or a run's folder with its newest whole one or its best."""
     if not is_run(source):
         return source
     found = find.resolve(which, source / "checkpoints")
@@ -69,11 +55,7 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
 
 
 def read(path: Path, *parts: str, map_location: torch.device | str = "cpu", config: RunConfig | None = None) -> Trained:
-    """Read a checkpoint's folder, and these parts of it too, where it has them.
-
-    `config` is for a checkpoint that does not hold its own. Raises CheckpointError for one that is damaged, or does not
-    hold its configuration.
-    """
+    """Read a checkpoint's folder, and these parts of it too. `config` is for one that does not hold its own."""
     checkpoint = files.read(path, map_location, ("state_dict", "training_step", KEY, *parts))
     config = config or from_checkpoint(checkpoint, path)
     rest = {key: checkpoint[key] for key in (KEY, *parts) if key in checkpoint}
@@ -92,10 +74,7 @@ def to_plain(config: RunConfig, vocab_size: int | None = None) -> dict[str, Any]
 
 
 def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
-    """Return the configuration that the checkpoint `path` was trained with, without the weights it began from.
-
-    Raises CheckpointError, with every problem, if it holds none, or one that is not valid.
-    """
+    """Return the configuration that the checkpoint `path` was trained with, without the weights it began from."""
     if KEY not in checkpoint:
         raise CheckpointError.of(
             f"{path} does not hold the configuration that it was trained with",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,9 +13,11 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from gpt2_fp8.checkpoint import files
 from gpt2_fp8.compat import lightning_process
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, UserError
@@ -24,7 +27,6 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous
-from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
 
 _QUIET = (
@@ -69,10 +71,7 @@ def build_trainer(
 
 
 def visible_devices(config: RunConfig, on: Device) -> int:
-    """Return the number of devices that this process has to see, for Lightning.
-
-    Raises UserError as `runtime.devices` does.
-    """
+    """Return the number of devices that this process has to see, for Lightning."""
     place = ranks.current()
     if on == "cuda" and place.several:
         return min(place.local_world_size, torch.cuda.device_count())
@@ -86,6 +85,40 @@ def _environment(on: Device) -> ClusterEnvironment:
         return LightningEnvironment()
     on_gpu = on == "cuda"
     return LaunchedEnvironment(devices.place(place, torch.cuda.device_count()) if on_gpu else place.local_rank)
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Saves and loads checkpoints as folders of safetensors and JSON, for `Trainer(plugins=[FolderCheckpointIO()])`.
+
+    Nothing is pickled or unpickled.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` as the folder `path`, or give it to `storage_options`, a function (path, checkpoint).
+
+        Lightning calls it only on global rank zero, with the `storage_options` of `Trainer.save_checkpoint`. Without a
+        function, `files.write` does it: complete and durable when it returns.
+        """
+        write = files.write if storage_options is None else storage_options
+        write(path, checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
+        return files.read(path, map_location)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete the folder `path`, if it is a checkpoint."""
+        files.remove(path)
+
+
+def write_folders(trainer: pl.Trainer) -> None:
+    """Have a Trainer write and read folders where it would pickle, as Lightning does by itself."""
+    io = trainer.strategy.checkpoint_io
+    is_async = isinstance(io, AsyncCheckpointIO)
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    if isinstance(inner, TorchCheckpointIO):
+        folders = FolderCheckpointIO()
+        trainer.strategy.checkpoint_io = AsyncCheckpointIO(folders) if is_async else folders
 
 
 class LaunchedEnvironment(TorchElasticEnvironment):
@@ -128,8 +161,7 @@ class RanksStrategy(DDPStrategy):
 def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
     """Raise UserError with everything in which `trainer`, which may be anyone's, contradicts `config`.
 
-    It may stop earlier. Lightning itself refuses to clip or to accumulate the gradients of a module with manual
-    optimization.
+    It may stop earlier. Lightning itself refuses to clip or accumulate gradients under manual optimization.
     """
     found = list(_check_precision(trainer, config))
     if lightning_process.forks_or_spawns(trainer.strategy.launcher):

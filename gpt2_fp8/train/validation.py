@@ -19,11 +19,7 @@ from gpt2_fp8.engine.training_step import TrainingStep
 
 
 class MetricLog:
-    """Logs a module's metrics under their steps, and settles a step early only if someone reads it.
-
-    Args:
-        module: in a Trainer that has begun.
-    """
+    """Logs a module's metrics under their steps, and settles a step early only if someone reads it."""
 
     def __init__(self, module: pl.LightningModule):
         self.module, self.trainer = module, module.trainer
@@ -43,10 +39,7 @@ class MetricLog:
             self.log_row({"train_loss": verdict.loss} | penalty, every)
 
     def log_row(self, metrics: Mapping[str, float], every_n_steps: int = 1) -> None:
-        """Show metrics of a step to callbacks and the progress bar, and at intervals to the loggers, in one row.
-
-        `every_n_steps`: 0 shows the loggers nothing, as Lightning's `log_every_n_steps=0` asks for.
-        """
+        """Show metrics of a step to callbacks and the progress bar, and at intervals (0: never) to the loggers."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         for name in () if fitting else metrics:
             lightning_logging.return_only(self.trainer, name)
@@ -58,12 +51,7 @@ class MetricLog:
 
 
 class Validation:
-    """Sums the losses of a validation. A sanity check leaves nothing behind.
-
-    Args:
-        module: a `GPT2Module` in a Trainer, whose validation begins.
-        metric: the name of the loss in the log.
-    """
+    """Sums the losses of a validation, logged as `metric`. A sanity check leaves nothing behind."""
 
     def __init__(self, module: Any, metric: str = "val_loss"):
         self.module, self.trainer, self.metric = module, module.trainer, metric

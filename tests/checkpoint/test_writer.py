@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
+from gpt2_fp8.train.trainer import FolderCheckpointIO
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
 
@@ -197,19 +196,6 @@ def test_lightnings_door_writes_or_hands_over(tmp_path):
     assert not (tmp_path / "two").exists()
     with pytest.raises(TypeError, match="not callable"):
         door.save_checkpoint(state(1), tmp_path / "three", {"compression": 9})
-
-
-def test_a_slow_disk_is_said(tmp_path, monkeypatch, caplog):
-    clock = iter((0.0, 9.0, 100.0, 172.0))
-    monkeypatch.setattr("gpt2_fp8.train.checkpoint_io.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr("gpt2_fp8.train.checkpoint_io.rank", lambda: 0)
-    door = FolderCheckpointIO()
-    door.save_checkpoint(state(1), tmp_path / "one")
-    with caplog.at_level("INFO"):
-        door.load_checkpoint(tmp_path / "one")
-        assert not caplog.messages
-        door.load_checkpoint(tmp_path / "one")
-    assert caplog.messages == ["the checkpoint was read and checked in 1 min 12 s"]
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------
