@@ -74,7 +74,7 @@ def build(
     throughput.readers.append(first[1].write)
     same_run = SameRun(
         asdict(config),
-        run_end.versions() | _versions(plan),
+        run_end.read_versions() | _versions(plan),
         partial(plan.backend.kernels, module.vocab_size),
         config.micro_batch,
         plan.backend.slower(),

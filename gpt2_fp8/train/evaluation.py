@@ -33,7 +33,7 @@ from gpt2_fp8.runtime import devices, host_memory, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.trained import Trained
-from gpt2_fp8.train.trainer import quiet
+from gpt2_fp8.train.trainer import quiet_logs
 
 
 def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
 
     `config`: the checkpoint's with the command line on it. Raises Diverged for a loss that is not finite.
     """
-    quiet()
+    quiet_logs()
     warnings.filterwarnings("ignore", message=".*no logger configured")  # the module logs for a run
     registry.load(config.plugins, Path.cwd())
     device = devices.device(config)

@@ -32,7 +32,7 @@ from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvou
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.run_end import DivergenceReport, RunEnd
-from gpt2_fp8.train.trainer import quiet
+from gpt2_fp8.train.trainer import quiet_logs
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     end.first_step = 0
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
-    quiet()
+    quiet_logs()
     spool.clear()
     training, error = Training(config, end), None
     try:

@@ -115,12 +115,13 @@ class Generation:
     def _misfits(self, n_positions: int) -> Iterator[Problem]:
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
             named = f"prompt {number} ({show(prompt)})" if len(self.prompts) > 1 else f"the prompt ({show(prompt)})"
-            tokens = self.config.tokens or 1
+            room, tokens = _room(len(ids), n_positions), self.config.tokens or 1
             if not ids:
                 yield Problem(f"{named} has no token of the tokenizer", "give it a word that the tokenizer knows")
-            elif not self.config.slide and tokens > _room(len(ids), n_positions):
+            elif not self.config.slide and tokens > room:
                 cause = f"tokens={tokens}: {named} has {len(ids):,} of the model's {n_positions:,} positions"
-                yield Problem(cause, "fewer tokens; or slide=true, which goes on with the newest half of the context")
+                fits = f"tokens={room} or less; or " if room > 0 else ""
+                yield Problem(cause, f"{fits}slide=true, which goes on with the newest half of the context")
 
 
 def _room(prompt: int, n_positions: int) -> int:

@@ -105,7 +105,7 @@ class Summary:
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
-    versions: dict[str, str | None] = field(default_factory=lambda: versions())
+    versions: dict[str, str | None] = field(default_factory=lambda: read_versions())
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
 
@@ -156,7 +156,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def versions() -> dict[str, str | None]:
+def read_versions() -> dict[str, str | None]:
     """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
     found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
     found["python"] = platform.python_version()

@@ -34,14 +34,14 @@ _STEP = "trainer/global_step"  # the name of the step in Lightning's rows
 _GROUPS = {"gradient": "gradients", "weight": "weights"}
 
 
-def remembered(folder: Path, service: str) -> str | None:
+def read_run_id(folder: Path, service: str) -> str | None:
     """Return the identifier of the run at a service; None if there is none."""
     with suppress(OSError, ValueError):
         return str(disk.read_json(folder / FILE)[service])
     return None
 
 
-def remember(folder: Path, service: str, name: str) -> None:
+def note_run_id(folder: Path, service: str, name: str) -> None:
     """Note an identifier. Raises OSError."""
     with _WRITING:
         path = folder / FILE
@@ -54,11 +54,11 @@ class Remote(Logger):
     The first failure of several in a row logs a warning, and rows of a service that does not answer are lost. A
     subclass opens and closes the run and sends what is no row, in the thread, and may raise anything there.
 
-    Attributes: `title`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
+    Attributes: `name`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
     that did not arrive; `run_id`, the run's identifier there, None for a new one; `group`, its sweep.
     """
 
-    title = key = undelivered = ""
+    name = key = undelivered = ""
     version = ""  # the run's own name there is known to the service alone
 
     def __init__(self, config: RunConfig, folder: Path, in_sweep: bool, resumed: bool) -> None:
@@ -66,16 +66,10 @@ class Remote(Logger):
         self.config, self.folder = config, folder
         self.group = folder.parent.name if in_sweep else None
         self.run_name = f"{self.group}/{folder.name}" if in_sweep else config.run_name
-        self.run_id = remembered(folder, self.key) if resumed else None
-        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self.run_id = read_run_id(folder, self.key) if resumed else None
+        self._calls: queue.Queue[Callable[[Any], object] | str] = queue.Queue(MOST_WAITING)  # a text: how the run ended
         self._thread: threading.Thread | None = None
-        self._logger: Any = None
-        self._failing = self._full = False
-
-    @property
-    def name(self) -> str:
-        """Return the service's name."""
-        return self.title
+        self._full = False
 
     def begin(self) -> Logger:
         """Open the run there, or continue it, and return Lightning's logger of it."""
@@ -123,49 +117,45 @@ class Remote(Logger):
             return
         thread, self._thread = self._thread, None
         with suppress(queue.Full):
-            self._calls.put(lambda: self._end(status), timeout=END_SECONDS)
-            self._calls.put(None, timeout=END_SECONDS)
+            self._calls.put(status, timeout=END_SECONDS)
             thread.join(END_SECONDS)
         if thread.is_alive():
-            log.warning("%s has not got everything: it does not answer; %s", self.title, self.undelivered)
+            log.warning("%s has not got everything: it does not answer; %s", self.name, self.undelivered)
 
-    def _send(self, send: Callable[[Any], object]) -> None:
-        """Have the thread call `send` with Lightning's logger, which the first call opens."""
+    def _send(self, call: Callable[[Any], object]) -> None:
+        """Have the thread call `call` with Lightning's logger."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"log-{self.title}", daemon=True)
+            self._thread = threading.Thread(target=self._work, name=f"log-{self.name}", daemon=True)
             self._thread.start()
         try:
-            self._calls.put_nowait(lambda: send(self._begun()))
+            self._calls.put_nowait(call)
         except queue.Full:
             if not self._full:
-                log.warning("%s does not answer: rows are lost, training goes on", self.title)
+                log.warning("%s does not answer: rows are lost, training goes on", self.name)
             self._full = True
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        logger, failing, ended = None, False, False
+        while not ended:
+            call = self._calls.get()
+            ended = isinstance(call, str)
             try:
-                call()
-                self._failing = False
+                if not isinstance(call, str):
+                    logger = logger or self.begin()
+                    call(logger)
+                elif logger is not None:
+                    self.end(logger, call)
+                failing = False
             except Exception as error:
-                if not self._failing:
-                    log.warning("%s does not take a row, training goes on: %.200s", self.title, error)
-                self._failing = True
-
-    def _begun(self) -> Any:
-        if self._logger is None:
-            self._logger = self.begin()
-        return self._logger
-
-    def _end(self, status: str) -> None:
-        if self._logger is not None:
-            logger, self._logger = self._logger, None
-            self.end(logger, status)
+                if not failing:
+                    log.warning("%s does not take a row, training goes on: %.200s", self.name, error)
+                failing = True
 
 
 class Wandb(Remote):
     """A run at Weights & Biases. If W&B cannot be reached at the start, the run is kept on disk for `wandb sync`."""
 
-    title, key, undelivered = "W&B", "wandb", "`wandb sync` of its folder wandb sends the rest"
+    name, key, undelivered = "W&B", "wandb", "`wandb sync` of its folder wandb sends the rest"
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
@@ -180,7 +170,7 @@ class Wandb(Remote):
                         "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
             logger = self._open(self.config.logger.wandb, "offline")
         run: Any = logger.experiment
-        remember(self.folder, self.key, run.id)
+        note_run_id(self.folder, self.key, run.id)
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
         return logger
 
@@ -231,7 +221,7 @@ class Wandb(Remote):
 class MLflow(Remote):
     """A run in MLflow's store or on its server."""
 
-    title, key, undelivered = "MLflow", "mlflow", "metrics.csv has every row"
+    name, key, undelivered = "MLflow", "mlflow", "metrics.csv has every row"
 
     def begin(self) -> Logger:
         """Open the run, or continue it. The parameters of a run are those it began with: MLflow changes none."""
@@ -249,7 +239,7 @@ class MLflow(Remote):
         if self.run_id is None:
             self.run_id = logger.run_id
             assert self.run_id is not None
-            remember(self.folder, self.key, self.run_id)
+            note_run_id(self.folder, self.key, self.run_id)
             logger.log_hyperparams(asdict(self.config))
             log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
         else:

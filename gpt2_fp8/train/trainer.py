@@ -44,7 +44,7 @@ def build_trainer(
     several = ranks.current().several or devices.devices(config, plan.device) * options.num_nodes > 1
     return pl.Trainer(
         accelerator=plan.device,
-        devices=visible_devices(config, plan.device),
+        devices=count_devices(config, plan.device),
         num_nodes=options.num_nodes,
         strategy=RanksStrategy() if several else options.strategy,
         max_steps=steps_to_run(config),
@@ -70,7 +70,7 @@ def build_trainer(
     )
 
 
-def visible_devices(config: RunConfig, on: Device) -> int:
+def count_devices(config: RunConfig, on: Device) -> int:
     """Return the number of devices that this process has to see, for Lightning."""
     place = ranks.current()
     if on == "cuda" and place.several:
@@ -191,7 +191,7 @@ def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem
 
 def _check_devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     """Find other ranks than those that divide the text, or that divide the model."""
-    options, number = config.trainer, visible_devices(config, devices.device(config))
+    options, number = config.trainer, count_devices(config, devices.device(config))
     if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, number):
         cause = f"the Trainer has {trainer.num_devices} devices on each of {trainer.num_nodes} machines, and the "
         cause += f"configuration trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}"
@@ -224,7 +224,7 @@ def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
         yield Problem(cause, "Trainer.fit(module, datamodule=TokenDataModule.from_config(config))")
 
 
-def quiet() -> None:
+def quiet_logs() -> None:
     """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
     host_memory.reset_peak()
     if not ranks.is_first_rank():

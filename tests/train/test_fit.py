@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8 import compose
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.train import build, loading
+from gpt2_fp8.train import build
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
 from tests.runs import (
@@ -59,20 +58,6 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
     assert list(folder.glob("tensorboard/events.out.*"))
     assert "instead of fp8_hybrid" in caplog.text
     assert "sample at step 12" in caplog.text
-
-
-def test_a_folder_that_another_run_took_after_the_command_line_was_checked_is_left_alone(tmp_path):
-    """While this process was loading torch, the same command has run elsewhere and ended."""
-    folder = tmp_path / "run"
-    (config,) = compose.preflight([*SMALL, "run_name=run"])
-    train_until(4, folder)
-    saved = read_weights(checkpoint(folder, 4))
-    with pytest.raises(UserError, match="already holds a run, saved up to step-00000004"):
-        loading.train(config, folder, words=["run_name=run"])
-    assert [path.name for path in folder.glob("checkpoints/step-*")] == ["step-00000004"]
-    assert summary(folder)["steps"] == 4
-    after = read_weights(checkpoint(folder, 4))
-    assert all(torch.equal(after[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize(
