@@ -30,8 +30,8 @@ from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import collectives, devices, host_memory, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
-from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.run_end import DivergenceReport, RunEnd
+from gpt2_fp8.train.setup import Parts
 from gpt2_fp8.train.trainer import quiet_logs
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Training:
         log_line = LogLine(config, Pace(run_length.steps_to_run(config), self.time_limit.left), self._best)
         first, last = (self.time_limit, log_line), (self.divergence, checkpointing, stop)
         while True:
-            self.parts = build(config, self.plan, self.checkpoint, self.end, first, last)
+            self.parts = setup.build(config, self.plan, self.checkpoint, self.end, first, last)
             vocab_size, folder = self.parts.module.vocab_size, self.end.folder
             setup.announce(config, self.plan, vocab_size, self._world_size, folder, self.checkpoint)
             back = _fit(self.parts, self.checkpoint)

@@ -12,7 +12,7 @@ import torch
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.train import build
+from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
 from tests.runs import (
@@ -305,7 +305,7 @@ def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monke
             loss = loss * float("nan")
         original(self, loss, *args, **kwargs)
 
-    built, models = build.build_trainer, []
+    built, models = setup.build_trainer, []
 
     def build_trainer(*args):
         assert [model for model in models if model() is not None] == [], "the former one is gone, with its memory"
@@ -315,7 +315,7 @@ def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monke
         configure(self)
         models.append(weakref.ref(self.model))
 
-    monkeypatch.setattr(build, "build_trainer", build_trainer)
+    monkeypatch.setattr(setup, "build_trainer", build_trainer)
     monkeypatch.setattr(GPT2Module, "configure_model", configure_model)
     monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
     train(tmp_path / "run", "callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=100")
