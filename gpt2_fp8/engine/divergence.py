@@ -74,11 +74,8 @@ class LossStatistics:
 class DivergencePolicy:
     """Judges every step; keeps what happened for the summary and the checkpoint.
 
-    Args:
-        limit: skips in a row that lead to a rollback.
-        sigma: standard deviations above the mean from which a loss is too high; 0: none is.
-        patience: too high losses in a row that lead to a rollback.
-        say: called with a line for the log for every event.
+    `limit` skips in a row lead to a rollback, and so do `patience` losses in a row that are more than `sigma` standard
+    deviations above the mean (0: none is). `say` is called with a line for the log for every event.
     """
 
     def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):
