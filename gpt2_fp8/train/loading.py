@@ -5,17 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gpt2_fp8.checkpoint.lock import RunLock
-from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import ranks, registry, signals, slurm
+from gpt2_fp8.runtime import programs, ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
+
+if TYPE_CHECKING:
+    from gpt2_fp8.runtime.rendezvous import Meeting
+
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 
 
 def train(
@@ -95,3 +103,37 @@ def launch(count: int, words: Sequence[str]) -> int:
         from gpt2_fp8.runtime.launch import launch
 
     return launch(count, words)
+
+
+def joined_ranks() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
+    from gpt2_fp8.runtime import rendezvous
+
+    return rendezvous.joined()
+
+
+def say_end(error: RunError | None) -> int:
+    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
+
+    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
+    end: an agent ends all when the first of them is gone.
+    """
+    met = joined_ranks()
+    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if met is not None:
+        met.tell(error or RunError(text.splitlines()[-1]))
+    if ranks.is_first_rank():
+        programs.say(text)
+        if met is not None:
+            met.say(text)
+    elif met is not None:
+        met.end_after_rank_zero(error, text)
+    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+        until = time.monotonic() + AGENT_SECONDS
+        while signals.received() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if signals.received() is None:  # rank 0 was not refused
+            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+    return 1 if error is None else error.exit_code

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import platform
 import shlex
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import durable, pointers
@@ -27,14 +25,10 @@ from gpt2_fp8.config.errors import JobError, RunError, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
-from gpt2_fp8.runtime import programs, ranks, signals
+from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.source_digest import source_digest
 
-if TYPE_CHECKING:
-    from gpt2_fp8.runtime.rendezvous import Meeting
-
 log = logging.getLogger(__name__)
-AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -279,37 +273,3 @@ def end_of_process(end: RunEnd, code: int) -> float | None:
     if killed or not found:
         end.close(error)
     raise error
-
-
-def joined_ranks() -> Meeting | None:
-    """Return where the ranks have met; None: there is one process, or they have not."""
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
-        return None
-    from gpt2_fp8.runtime import rendezvous
-
-    return rendezvous.joined()
-
-
-def say_end(error: RunError | None) -> int:
-    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
-
-    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
-    end: an agent ends all when the first of them is gone.
-    """
-    met = joined_ranks()
-    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
-    if met is not None:
-        met.tell(error or RunError(text.splitlines()[-1]))
-    if ranks.is_first_rank():
-        programs.say(text)
-        if met is not None:
-            met.say(text)
-    elif met is not None:
-        met.end_after_rank_zero(error, text)
-    elif os.environ.get("TORCHELASTIC_RUN_ID"):
-        until = time.monotonic() + AGENT_SECONDS
-        while signals.received() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        if signals.received() is None:  # rank 0 was not refused
-            programs.say(f"rank {os.environ.get('RANK')}: {text}")
-    return 1 if error is None else error.exit_code
