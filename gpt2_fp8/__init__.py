@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpt2_fp8.compose import load_config as load_config
     from gpt2_fp8.data.datamodule import TokenDataModule as TokenDataModule
-    from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO as FolderCheckpointIO
     from gpt2_fp8.train.language_model import LanguageModel as LanguageModel
     from gpt2_fp8.train.module import GPT2Module as GPT2Module
     from gpt2_fp8.train.precision_plugin import FP8Precision as FP8Precision
+    from gpt2_fp8.train.trainer import FolderCheckpointIO as FolderCheckpointIO
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +33,7 @@ _PLACES = {
     "GPT2Module": "train.module",
     "TokenDataModule": "data.datamodule",
     "FP8Precision": "train.precision_plugin",
-    "FolderCheckpointIO": "train.checkpoint_io",
+    "FolderCheckpointIO": "train.trainer",
     "LanguageModel": "train.language_model",
 }
 

@@ -39,7 +39,7 @@ def _export(argv: list[str]) -> None:
         problems.append(Problem(f"--license {asked.license}: not an identifier of the hub's", "--license apache-2.0"))
     if problems:
         raise UserError(problems)
-    from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
+    from gpt2_fp8.train.huggingface import export  # after the paths, since it loads torch
 
     print(line(export(source, folder, not asked.no_tokenizer, asked.license)))
 

@@ -35,9 +35,9 @@ def _import(argv: list[str]) -> None:
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
     config = _config(source, asked.words)
-    from gpt2_fp8.train.hf_import import write  # after the settings, since it loads torch
+    from gpt2_fp8.train.huggingface import import_weights  # after the settings, since it loads torch
 
-    print(line(write(source, folder, config)))
+    print(line(import_weights(source, folder, config)))
 
 
 def _config(source: Path, words: list[str]) -> RunConfig:

@@ -21,7 +21,7 @@ from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.signals import Interrupted, Signals
 from gpt2_fp8.train import loading, sweep_job
-from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, say_end
+from gpt2_fp8.train.run_end import RunEnd, end_of_process
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
@@ -61,7 +61,7 @@ def _job(cfg: DictConfig) -> float | None:
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         words = unforced(map(str, HydraConfig.get().overrides.task))
         base = here if HydraConfig.get().job.chdir else None
-        again = ranks.turns_before() > 0 or ((met := joined_ranks()) is not None and met.again)
+        again = ranks.turns_before() > 0 or ((met := loading.joined_ranks()) is not None and met.again)
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return say_end(error)
+            return loading.say_end(error)
     return code
 
 

@@ -40,7 +40,7 @@ def _show(argv: list[str]) -> None:
         raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
     configs, typed = compose.preflight(words, compose.Purpose(drawn=True)), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
-    from gpt2_fp8.train.length import resolve_length
+    from gpt2_fp8.train.setup import resolve_length
 
     runs = []
     for before in configs:

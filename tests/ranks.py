@@ -22,7 +22,7 @@ import os, signal, sys, time
 from pathlib import Path
 from gpt2_fp8 import run
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.summary import Summary
+from gpt2_fp8.train.run_end import Summary
 
 original = GPT2Module.training_step
 

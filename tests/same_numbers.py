@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from gpt2_fp8.checkpoint.load import upgrade
 from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.train.saved_config import with_defaults
+from gpt2_fp8.train.trained import with_defaults
 
 HERE = Path(__file__).resolve().parents[1]
 ONE = {

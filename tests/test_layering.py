@@ -124,7 +124,6 @@ BEFORE_TORCH = [
         "evaluate",
         "train.loading",
         "train.run_end",
-        "train.summary",
         "train.sweep_job",
         "compat.hydra_private",
     ),

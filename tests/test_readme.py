@@ -13,7 +13,7 @@ from gpt2_fp8.config import errors
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.loggers import FP8_COLUMNS
-from gpt2_fp8.train.summary import Precision, Summary
+from gpt2_fp8.train.run_end import Precision, Summary
 from tests import settings_page
 from tests.data.tokenizers_made import write_json
 from tests.runs import forked, metrics

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 
 from gpt2_fp8 import compose, schedule
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train.length import resolve_length
+from gpt2_fp8.train.setup import resolve_length
 from tests.runs import SMALL, train
 
 LONG = ["model=gpt2", "data=fineweb", "trainer.max_steps=1760"]

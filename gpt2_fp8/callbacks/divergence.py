@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.schema import CallbacksConfig
-from gpt2_fp8.engine.divergence import DivergencePolicy, advice
+from gpt2_fp8.engine.divergence import DivergencePolicy
 from gpt2_fp8.engine.step import StepResult
 
 log = logging.getLogger(__name__)
@@ -26,18 +24,13 @@ class DivergenceGuard(pl.Callback):
 
     Args:
         config: the limits.
-        penalties: what is added to the loss, as words of the command line.
-        folder: where this run's checkpoints are.
         save: called with the trainer on every rank at the end of the first step after a rollback, so that a killed run
             resumes after the rollback, not before it. Returns whether the save succeeded.
     """
 
-    def __init__(
-        self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool], penalties: Sequence[str], folder: Path
-    ):
+    def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool]):
         limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
-        self.policy = DivergencePolicy(*limits, say=self._say, advise=self._advise)
-        self._penalties, self._folder = penalties, folder
+        self.policy = DivergencePolicy(*limits, say=self._say)
         self._save = save
         self._says = True
         self._save_next = False
@@ -71,12 +64,6 @@ class DivergenceGuard(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the policy's state."""
         self.policy.load_state_dict(state_dict)
-
-    def _advise(self, before: int) -> str:
-        """Say what may help, with the newest checkpoint up to a step; those after the last are of another branch."""
-        last = pointers.read(self._folder, "last")
-        found = [path for step, path in pointers.steps(self._folder).items() if last and step <= min(before, last.step)]
-        return advice(self._penalties, found[-1] if found else None)
 
     def _say(self, line: str) -> None:
         if self._says:

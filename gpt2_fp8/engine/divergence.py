@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,18 +24,7 @@ WARM_UP = 100  # the first losses, which are not judged
 NEWEST_WEIGHT = 0.01  # of the newest loss in the running mean and variance: they remember about a hundred steps
 LEAST_DEVIATION = 0.01  # the least standard deviation, relative to the mean or to 1: a fitted run varies less
 EVENTS = 1000  # recorded by name; later ones are only counted, except rollbacks
-
-
-def advice(penalties: Sequence[str] = (), checkpoint: object = None) -> str:
-    """Say what may help a run that has diverged.
-
-    Args:
-        penalties: what is added to its loss, as words of the command line.
-        checkpoint: the folder of an earlier checkpoint of this run; None if it has none.
-    """
-    lower = "".join(f", a lower {penalty.replace('=', ' than ')}" for penalty in penalties)
-    start = f"from an earlier checkpoint of this run: ckpt_path={checkpoint}" if checkpoint else "from the start"
-    return f"a lower optim.lr{lower}, a longer optim.warmup_steps or precision=bf16 may help, {start}"
+REMEDY = "a lower optim.lr, a longer optim.warmup_steps or precision=bf16 may help"
 
 
 class RollBack(Exception):
@@ -85,23 +74,12 @@ class LossStatistics:
 class DivergencePolicy:
     """Judges every step; keeps what happened for the summary and the checkpoint.
 
-    Args:
-        limit: skips in a row that lead to a rollback.
-        sigma: standard deviations above the mean from which a loss is too high; 0: none is.
-        patience: too high losses in a row that lead to a rollback.
-        say: called with a line for the log for every event.
-        advise: called with a step when the run ends, for what may help: checkpoints up to that step are still sound.
+    `limit` skips in a row lead to a rollback, and so do `patience` losses in a row that are more than `sigma` standard
+    deviations above the mean (0: none is). `say` is called with a line for the log for every event.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        sigma: float,
-        patience: int,
-        say: Callable[[str], None],
-        advise: Callable[[int], str] = lambda step: advice(),
-    ):
-        self.limit, self.sigma, self.patience, self._say, self._advise = limit, sigma, patience, say, advise
+    def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):
+        self.limit, self.sigma, self.patience, self._say = limit, sigma, patience, say
         self.events: list[Event] = []
         self.reruns = self.skipped = self.rollbacks = 0
         self._skips_in_a_row = self._high_in_a_row = 0
@@ -159,8 +137,7 @@ class DivergencePolicy:
 
     def _back(self, step: int, before: int, reason: str, weights_intact: bool) -> None:
         if self.rollbacks:
-            cause = f"diverged at step {step}, after one way back to a checkpoint: {reason}"
-            raise Diverged(f"{cause}; {self._advise(before)}")
+            raise Diverged(f"diverged at step {step}, after one way back to a checkpoint: {reason}; {REMEDY}")
         self.rollbacks += 1
         self._note(step, "rollback", reason)
         raise RollBack(step, before, reason, weights_intact)
@@ -171,15 +148,14 @@ class DivergencePolicy:
         Raises Diverged if it has trained nothing, or if there are weights that are not finite.
         """
         if self._left_out and not self._updates:
-            cause = f"none of the {self._left_out} steps up to {step} had a finite loss and gradient"
-            raise Diverged(f"{cause}; {self._advise(step - self._left_out)}")
+            raise Diverged(f"none of the {self._left_out} steps up to {step} had a finite loss and gradient; {REMEDY}")
         if not weights_finite:
-            raise Diverged(f"after step {step} there are weights that are not finite; {self._advise(step - 1)}")
+            raise Diverged(f"after step {step} there are weights that are not finite; {REMEDY}")
 
     def validated(self, step: int, loss: float | None) -> None:
         """Judge the loss of the validation after the last step, if there was one. Raises Diverged."""
         if loss is not None and not math.isfinite(loss):
-            raise Diverged(f"after step {step} the validation loss is not finite; {self._advise(step - 1)}")
+            raise Diverged(f"after step {step} the validation loss is not finite; {REMEDY}")
 
     def _note(self, step: int, what: str, reason: str) -> None:
         self._say(f"step {step}: {reason}")

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from gpt2_fp8.compat.torch_private import orthogonalised, skip_where, skips_where
-from gpt2_fp8.engine.closure import evaluated
 
 _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
@@ -63,7 +62,7 @@ class MuonAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
-        loss = evaluated(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         *others, matrices = self.param_groups
         self._adamw.param_groups, self._adamw.state = others, self.state  # loading a state has replaced them
         if (skip := skips_where(self)) is not None:

@@ -7,15 +7,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Tells the seconds that a step takes and the rest of the run will take, validations and checkpoints included.
+    """Tells the seconds that a step takes and the run up to `last_step` will take, with validations and checkpoints.
 
-    The first step is left out: it compiles and calibrates. A step's end is noted when the host comes to it. That is at
-    most a step ahead of the GPU, since a step settles when the next one comes.
-
-    Args:
-        last_step: the optimizer step after which the run ends.
-        time_left: returns the seconds that `trainer.max_time` leaves; None: there is no such limit.
-        clock: gives seconds.
+    The first step is left out: it compiles and calibrates. A step's end is noted when the host comes to it, at most a
+    step ahead of the GPU. `time_left` returns the seconds that `trainer.max_time` leaves, None without such a limit.
     """
 
     def __init__(

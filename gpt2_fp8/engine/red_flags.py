@@ -1,4 +1,4 @@
-"""Red flags of FP8: what a reading of the tensors' health says that a person should know. Plain Python, no tensors.
+"""Red flags: what a reading of FP8 tensors' health, or a row of the log, says that a person should know. No tensors.
 
 Each flag is one line for the log: what is wrong with which tensor, the figure, and what to do. A flag that several
 tensors raise at once is one line, which names the worst. It is said again for the same tensor only after `QUIET`
@@ -8,8 +8,9 @@ readings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
@@ -22,6 +23,13 @@ JUMP = 6.0  # powers of two between two readings
 SETTLED = 10  # readings with jumps that are not judged: scales find their place
 UNSTEADY, IN_A_ROW = 2.0, 5  # powers of two in each of so many readings
 QUIET = 50  # readings after which a flag of the same tensor is said again
+SIGMAS = 8.0  # a spike of the loss is so many standard deviations above the intervals before it
+RECENT = 20  # intervals that a loss is compared with
+LEAST = 0.02  # the least rise that is a spike, relative to the loss: a fitted run hardly varies
+NORMAL = 1.4826  # of a normal distribution: its standard deviation over its median absolute deviation
+QUARTER = 25  # intervals that are compared with as many before them, at least; later a quarter of the run
+WAIT, WAITS = 0.05, 5  # waiting for data: a part of the time, in each of so many intervals
+QUIET_ROWS = 100  # intervals after which a flag of the run is said again
 Recipe = DelayedRecipe | StatelessRecipe
 
 
@@ -81,20 +89,15 @@ class FP8RedFlags:
             yield from self._of_jumps(health, settled)
 
     def _of_scale(self, health: Health) -> Found | None:
-        tensor = health.tensor
-        keep = f"precision.keep_bf16='[{tensor.layer}]' keeps the layer in bf16"
+        tensor, lower = health.tensor, f"a lower optim.lr; {_in_bf16(health)} keeps the layer in bf16"
         if not math.isfinite(health.amax):
-            return Found(
-                "amax", health, math.inf, f"the amax of {tensor} is {health.amax}", f"a lower optim.lr; {keep}"
-            )
+            return Found("amax", health, math.inf, f"the amax of {tensor} is {health.amax}", lower)
         if health.amax == 0:
-            text = f"the amax of {tensor} is 0: every value of it is"
-            return Found(
-                "zero", health, 0, text, "nothing is learnt there; a lower optim.lr, from an earlier checkpoint"
-            )
+            remedy = "nothing is learnt there; a lower optim.lr, from an earlier checkpoint"
+            return Found("zero", health, 0, f"the amax of {tensor} is 0: every value of it is", remedy)
         if at_limit(health.scale):
             text = f"the scale of {tensor} is {health.scale:.3g}, at an amax of {health.amax:.3g}"
-            return Found("scale", health, math.inf, text, f"a lower optim.lr; {keep}")
+            return Found("scale", health, math.inf, text, lower)
         return None
 
     def _of_shares(self, health: Health) -> Iterator[Found]:
@@ -125,18 +128,95 @@ class FP8RedFlags:
             yield Found("unsteady", health, size, text, "a lower optim.lr, or a longer optim.warmup_steps")
 
     def _more_headroom(self, health: Health) -> str:
-        keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe):
             lacking = math.ceil(-health.headroom) if math.isfinite(health.headroom) else 1
-            return (
-                f"recipe=delayed recipe.margin={self.recipe.margin + max(1, lacking)} leaves more headroom, or {keep}"
-            )
-        return f"{keep} keeps the layer in bf16"
+            margin = self.recipe.margin + max(1, lacking)
+            return f"recipe=delayed recipe.margin={margin} leaves more headroom, or {_in_bf16(health)}"
+        return f"{_in_bf16(health)} keeps the layer in bf16"
 
     def _less_headroom(self, health: Health) -> str:
-        keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe) and self.recipe.margin > 0:
-            return f"recipe=delayed recipe.margin=0 leaves less headroom, or {keep}"
+            return f"recipe=delayed recipe.margin=0 leaves less headroom, or {_in_bf16(health)}"
         if health.tensor.kind == "gradient" and health.tensor.format == "e4m3":
-            return f"precision=fp8_hybrid has gradients of more range, or {keep}"
-        return f"{keep} keeps the layer in bf16, or recipe=block"
+            return f"precision=fp8_hybrid has gradients of more range, or {_in_bf16(health)}"
+        return f"{_in_bf16(health)} keeps the layer in bf16, or recipe=block"
+
+
+def _in_bf16(health: Health) -> str:
+    return f"precision.keep_bf16='[{health.tensor.layer}]'"
+
+
+@dataclass
+class RunWatch:
+    """Judges each row of the training log, of an interval, in any precision; calls `say` with each line.
+
+    Statistics are medians, so one odd interval moves nothing.
+
+    `warm_up`: steps of the learning rate's warm-up, in which the loss is not judged. `workers`: `data.num_workers`.
+    """
+
+    warm_up: int
+    workers: int
+    say: Callable[[str], object]
+    _losses: list[float] = field(default_factory=list)
+    _waits: int = 0  # intervals in a row
+    _rows: int = 0
+    _said: dict[str, int] = field(default_factory=dict)
+
+    def see(self, step: int, row: Mapping[str, float]) -> None:
+        """Judge one row, of the interval that ends with `step`: `train_loss`, and `data_wait` from the second on."""
+        self._rows += 1
+        self._loss(step, row["train_loss"])
+        self._wait(step, row.get("data_wait", 0.0))
+
+    def _loss(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss) or step <= self.warm_up:  # every step was skipped: `engine.divergence` says it
+            return
+        if (limit := spike_limit(self._losses)) is not None and loss > limit:
+            usual = median(self._losses[-RECENT:])
+            advice = "a lower optim.lr or optim.max_grad_norm, or a longer optim.warmup_steps"
+            self._flag("spike", f"step {step}: the loss has risen to {loss:.4g}, from about {usual:.4g}; "
+                                f"if it does not come down: {advice}")  # fmt: skip
+        self._losses.append(loss)
+        if len(self._losses) % QUARTER == 0 and (levels := plateau(self._losses)) is not None:
+            text = f"the loss has not fallen for {len(self._losses) // 4} intervals, {levels[0]:.4g} to {levels[1]:.4g}"
+            self._flag("plateau", f"step {step}: {text}; compare with precision=bf16, or with another optim.lr")
+
+    def _wait(self, step: int, wait: float) -> None:
+        self._waits = self._waits + 1 if wait > WAIT else 0
+        if self._waits >= WAITS:
+            text = f"step {step}: {wait:.0%} of the time is spent waiting for data"
+            self._flag("wait", f"{text}; data.num_workers={max(2, 2 * self.workers)} (now {self.workers})")
+
+    def _flag(self, kind: str, line: str) -> None:
+        if self._rows - self._said.get(kind, -QUIET_ROWS) >= QUIET_ROWS:
+            self._said[kind] = self._rows
+            self.say(line)
+
+
+def spike_limit(losses: Sequence[float]) -> float | None:
+    """Return the loss above which the next one is a spike; None until `RECENT` are known.
+
+    It is the median of the last `RECENT`, plus `SIGMAS` times their standard deviation, at least `LEAST` of the median.
+    The standard deviation is that of a normal distribution of the same median absolute deviation (Rousseeuw and Croux
+    1993, "Alternatives to the Median Absolute Deviation").
+    """
+    recent = losses[-RECENT:]
+    if len(recent) < RECENT:
+        return None
+    middle = median(recent)
+    deviation = NORMAL * median(abs(loss - middle) for loss in recent)
+    return middle + max(SIGMAS * deviation, LEAST * abs(middle))
+
+
+def plateau(losses: Sequence[float]) -> tuple[float, float] | None:
+    """Return the median of the last quarter but one and of the last quarter, if that is not lower; else None.
+
+    A quarter of a run is long enough that a loss which still falls has fallen, however slowly; and so at least
+    `QUARTER` intervals.
+    """
+    window = len(losses) // 4
+    if window < QUARTER:
+        return None
+    before, now = median(losses[-2 * window : -window]), median(losses[-window:])
+    return (before, now) if now >= before else None

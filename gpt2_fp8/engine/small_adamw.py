@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
-from gpt2_fp8.engine.closure import evaluated
 from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
 
 _CHUNK = 1 << 18  # elements that plain torch updates at a time
@@ -57,7 +56,7 @@ class SmallAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
-        loss = evaluated(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 self._update(group, parameters)

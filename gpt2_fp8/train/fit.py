@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
@@ -30,25 +30,19 @@ from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
 from gpt2_fp8.train import setup
-from gpt2_fp8.train.build import Parts, build
-from gpt2_fp8.train.length import resolve_length
-from gpt2_fp8.train.process import clean_up, quiet
-from gpt2_fp8.train.run_end import RunEnd
-from gpt2_fp8.train.summary import DivergenceReport
+from gpt2_fp8.train.run_end import DivergenceReport, RunEnd
+from gpt2_fp8.train.setup import Parts
+from gpt2_fp8.train.trainer import quiet_logs
 
 log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, end: RunEnd) -> float | None:
-    """Train as `config` says, in the folder of `end`; returns the last validation loss.
-
-    The caller sees to the run's end (`train/loading.py`). Raises the errors of `config.errors` for ends of a known
-    kind.
-    """
+    """Train as `config` says, in the folder of `end`; returns the last validation loss. `train/loading.py` ends it."""
     end.first_step = 0
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
-    quiet()
+    quiet_logs()
     training, error = Training(config, end), None
     try:
         with GracefulStop(training.checkpointing.save_now) as stop:
@@ -68,13 +62,10 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
 
 
 class Training:
-    """A run in its process.
+    """A run in its process: `config` without any `auto` once it is prepared, `plan` and `checkpoint` to begin from.
 
-    Attributes:
-        config: without any `auto` once the run is prepared; `plan` and `checkpoint`: what it computes with and
-            continues from.
-        checkpointing, divergence, time_limit: the callbacks that outlive a rollback.
-        parts: those of the present `fit`; None if there are none.
+    `checkpointing`, `divergence` and `time_limit` are callbacks that outlive a rollback; `parts` are of the present
+    `fit`.
     """
 
     plan: Plan
@@ -84,8 +75,7 @@ class Training:
         self.config, self.end = config, end
         folder = end.folder / "checkpoints"
         self.checkpointing = Checkpointing.from_config(folder, config.callbacks)
-        penalties = [f"penalty.{name}={weight:g}" for name, weight in asdict(config.penalty).items() if weight]
-        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
+        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.parts: Parts | None = None
@@ -104,24 +94,19 @@ class Training:
         for line in run_length.describe_micro_batch(before, config):
             log.info(line)
         check_batch(config, world_size)
-        config, self._limit, epoch_ends = resolve_length(config, typed)
+        config, self._limit, epoch_ends = setup.resolve_length(config, typed)
         self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
         self.checkpoint = setup.find_checkpoint(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         if ranks.is_first_rank():
             setup.check_room(config, self.checkpointing.folder, len(epoch_ends))
-        self.plan = resolve(config, device)
+        self.plan = plan = resolve(config, device)
         if self.checkpoint is not None:
-            self.plan = self._stay_in_bf16(self.plan, self.checkpoint)
-        self.end.summary.take_settings(config)
-
-    def _stay_in_bf16(self, plan: Plan, checkpoint: Path) -> Plan:
-        """Return the plan of a resumed run: one that has fallen back to bf16 stays there."""
-        before = as_before(plan, self.config, read_plain(checkpoint, "precision"))
-        if before.ran != plan.ran:
+            self.plan = as_before(plan, config, read_plain(self.checkpoint, "precision"))
+        if self.plan.ran != plan.ran:
             log.info("the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that",
                      plan.asked)  # fmt: skip
-        return before
+        self.end.summary.take_settings(config)
 
     def fit_to_the_end(self, stop: GracefulStop) -> None:
         """Build and fit, again after each rollback, and validate the end."""
@@ -130,7 +115,7 @@ class Training:
         log_line = LogLine(config, Pace(run_length.steps_to_run(config), self.time_limit.left), self._best)
         first, last = (self.time_limit, log_line), (self.divergence, checkpointing, stop)
         while True:
-            self.parts = build(config, self.plan, self.checkpoint, self.end, first, last)
+            self.parts = setup.build(config, self.plan, self.checkpoint, self.end, first, last)
             vocab_size, folder = self.parts.module.vocab_size, self.end.folder
             setup.announce(config, self.plan, vocab_size, self._world_size, folder, self.checkpoint)
             back = _fit(self.parts, self.checkpoint)
@@ -138,7 +123,7 @@ class Training:
                 break
             self._go_back(back, self.parts)
         trainer, module = self.parts.trainer, self.parts.module
-        finite = all(is_finite(weight) for weight in module.parameters())
+        finite = all(_is_finite(weight) for weight in module.parameters())
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -150,10 +135,7 @@ class Training:
         self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
 
     def _go_back(self, back: RollBack, parts: Parts) -> None:
-        """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts. Collective.
-
-        Rank 0 reads the checkpoints.
-        """
+        """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts."""
         parts.data.teardown()
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
         path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
@@ -224,6 +206,17 @@ class Training:
             summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb
 
 
+def clean_up() -> None:
+    """Free what ran before: the next run in the process may follow a rollback, or be a sweep's next job."""
+    gc.collect()
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    transformer_engine.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
     """Train to the end, or return the rollback that is needed."""
     try:
@@ -250,18 +243,17 @@ def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], orig
     candidates += [origin] if origin else []
     if back.weights_intact:
         candidates += [own[step] for step in sorted(own) if back.before < step <= back.step]
-    path = next((path for path in candidates if is_sound(path)), None)
+    path = next((path for path in candidates if _is_sound(path)), None)
     where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
     log.warning("step %d: going back %s", back.step, where)
     return path
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether each number of the tensor is finite."""
+def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
 
 
-def is_sound(path: Path) -> bool:
+def _is_sound(path: Path) -> bool:
     """Return whether a checkpoint can be read, with finite weights and moments.
 
     A weight that is not finite shows in no loss before the next step, and may have been saved meanwhile.
@@ -270,16 +262,6 @@ def is_sound(path: Path) -> bool:
         checkpoint = files.read(path)
     except (files.CheckpointError, OSError):
         return False
-    parts = checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
-    return all(is_finite(tensor) for tensor in _tensors(parts))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)
+    states = [state for optimizer in checkpoint.get("optimizer_states", []) for state in optimizer["state"].values()]
+    values = [value for tensors in (checkpoint["state_dict"], *states) for value in tensors.values()]
+    return all(_is_finite(value) for value in values if isinstance(value, Tensor))

@@ -29,30 +29,27 @@ _TOKENS = 200  # of a text whose number of tokens is not given, if the context h
 
 @dataclass(frozen=True)
 class Written:
-    """A text that has ended. `tokens`: how many were drawn, without the one that ended it."""
+    """A text that has ended."""
 
     prompt: str
     sample: int
     text: str
-    tokens: int
+    tokens: int  # how many were drawn, without the one that ended it
     ended: End
 
 
 class Generation:
-    """A model, its tokenizer and the beginnings that it shall go on with.
-
-    Raises UserError for a checkpoint or a tokenizer that cannot be used, a device that is not there, and all
-    beginnings that do not fit.
-
-    Attributes: `path` of the checkpoint, `device`, `dtype`, `tokenizer`, `model`, `prompts`.
-    """
+    """A model, its tokenizer and the beginnings that it shall go on with. Raises UserError for what cannot be used."""
 
     def __init__(self, config: GenerateConfig):
         self.config, self.device = config, _device(config.device)
         assert config.ckpt_path is not None, "checked before"
         found = trained.load(config.ckpt_path, config.checkpoint)
-        if config.tokenizer is not None:
-            found = found._replace(config=_with_tokenizer(found.config, config.tokenizer))
+        if config.tokenizer is not None:  # as if the run's lay there
+            sources = [source for _, source in mixture.sources_of(found.config.data)]
+            sources = [replace(source, tokenizer=config.tokenizer) for source in sources]
+            data = mixture.with_sources(found.config.data, sources)
+            found = found._replace(config=replace(found.config, data=data))
         self.path = found.path
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
@@ -68,8 +65,7 @@ class Generation:
     def write(self, say: Callable[[str], object]) -> Iterator[Written]:
         """Write all texts, `batch_size` at a time, in the order of their beginnings and samples.
 
-        `say` gets a text piece by piece as it is drawn, if no other one is written with it. Raises UserError if a batch
-        does not fit into memory.
+        `say` gets a text piece by piece as it is drawn, if no other one is written with it.
         """
         asked = [(place, sample) for place in range(len(self.prompts)) for sample in range(self.config.samples)]
         for first in range(0, len(asked), self.config.batch_size):
@@ -91,8 +87,7 @@ class Generation:
         longest = max(len(text.prompt) + text.most for text in texts)
         decoder = Decoder(self.model, len(texts), min(self.model.config.n_positions, longest))
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
-        end = tokenizer.eot_token if config.stop else None
-        ids = min(self.model.vocab_size, tokenizer.n_vocab)
+        ids, end = min(self.model.vocab_size, tokenizer.n_vocab), tokenizer.eot_token if config.stop else None
         stream, seen = TextStream(tokenizer, self._typed[batch[0][0]]), 0
         for _ in go_on(decoder, texts, sampling, ids, end):
             if len(texts) == 1:
@@ -136,12 +131,6 @@ def _device(asked: str) -> Literal["cuda", "cpu"]:
     if asked == "gpu" and not torch.cuda.is_available():
         raise UserError.of("device=gpu, and torch sees no GPU here", "device=cpu, or device=auto")
     return "cpu" if asked == "cpu" or not torch.cuda.is_available() else "cuda"
-
-
-def _with_tokenizer(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration of a run as if its tokenizer lay at `name`."""
-    sources = [replace(source, tokenizer=name) for _, source in mixture.sources_of(config.data)]
-    return replace(config, data=mixture.with_sources(config.data, sources))
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

@@ -18,7 +18,7 @@ from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.runtime import devices
-from gpt2_fp8.train import hf_import
+from gpt2_fp8.train import huggingface
 
 
 class LanguageModel(nn.Module):
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         made = cls(config, plan, vocab_size)
         if config.init_from:
             folder = Path(config.init_from).expanduser()
-            made.model.load_state_dict(hf_import.read_weights(folder, config.model, vocab_size))
+            made.model.load_state_dict(huggingface.read_weights(folder, config.model, vocab_size))
         return made
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:

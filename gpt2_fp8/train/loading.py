@@ -5,18 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.errors import Stopped, UserError
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import ranks, registry, signals, slurm
+from gpt2_fp8.runtime import programs, ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
+
+if TYPE_CHECKING:
+    from gpt2_fp8.runtime.rendezvous import Meeting
+
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 
 
 def train(
@@ -46,13 +54,12 @@ def train(
             loss = fit(config, end)
         except BaseException as caught:
             handlers.hold()  # only the end follows
-            error, signum = caught, handlers.received
-            ends = handlers.thrown or end.first_step is None  # the signal's error may have become another one
-            if signum is not None and ends and not isinstance(caught, Stopped):
-                error = slurm.ended(signum)
-            end.close(error)
-            if error is not caught:
-                raise error from None
+            signum, ends = handlers.received, handlers.thrown or end.first_step is None
+            if signum is not None and ends and not isinstance(caught, Stopped):  # it may have become another error
+                stopped = slurm.ended(signum)
+                end.close(stopped)
+                raise stopped from None
+            end.close(caught)
             raise
         end.close(None)
         return loss
@@ -84,10 +91,7 @@ def import_rendezvous() -> ModuleType:
 
 
 def processes_to_start(config: RunConfig) -> int:
-    """Return how many processes a job takes that no launcher has started; 1: this one runs it.
-
-    Raises UserError if there are fewer GPUs.
-    """
+    """Return how many processes a job takes that no launcher has started; 1: this one runs it."""
     options = config.trainer
     if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
         return 1
@@ -102,3 +106,37 @@ def launch(count: int, words: Sequence[str]) -> int:
         from gpt2_fp8.runtime.launch import launch
 
     return launch(count, words)
+
+
+def joined_ranks() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
+    from gpt2_fp8.runtime import rendezvous
+
+    return rendezvous.joined()
+
+
+def say_end(error: RunError | None) -> int:
+    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
+
+    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
+    end: an agent ends all when the first of them is gone.
+    """
+    met = joined_ranks()
+    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if met is not None:
+        met.tell(error or RunError(text.splitlines()[-1]))
+    if ranks.is_first_rank():
+        programs.say(text)
+        if met is not None:
+            met.say(text)
+    elif met is not None:
+        met.end_after_rank_zero(error, text)
+    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+        until = time.monotonic() + AGENT_SECONDS
+        while signals.received() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if signals.received() is None:  # rank 0 was not refused
+            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+    return 1 if error is None else error.exit_code

@@ -23,7 +23,6 @@ from gpt2_fp8.train.metrics_csv import CSVLog
 from gpt2_fp8.train.services import MLflow, Remote, Wandb
 from gpt2_fp8.train.tensorboard import EventFile, Lossy
 
-MOST_ROWS = 10_000  # kept in memory while the file cannot be written
 FP8_COLUMNS = ["step", "layer", "tensor", "format", "amax", "scale", "headroom", "saturated", "flushed", "age", "jump"]
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LABELS = ("optim.lr", "seed")  # of every run
@@ -33,8 +32,7 @@ _NO_LABELS = ("run_name", "ckpt_path", "notes", "hydra", "tags", "logger", "call
 def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
     """Build the loggers of the run's own folder that `config` asks for.
 
-    `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
-    is dropped. None starts new logs. Steps count from 1: pass `step=trainer.global_step` after the update.
+    What was logged for steps after `resume_step`, that of the checkpoint, is dropped. None starts new logs.
     """
     loggers: list[Logger] = []
     if config.tensorboard:
@@ -46,15 +44,11 @@ def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> 
 
 
 def build_loggers(config: RunConfig, folder: Path, resume_step: int | None, in_sweep: bool) -> list[Logger]:
-    """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'.
-
-    A run that continues from a checkpoint continues its run at each service. `in_sweep`: it is a sweep's job.
-    """
+    """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'."""
+    resumed = resume_step is not None
     loggers = build_files(config.logger, folder, resume_step)
-    services = {Wandb: config.logger.wandb, MLflow: config.logger.mlflow}
-    for service, options in services.items():
-        if options is not None:
-            loggers.append(service(config, folder, in_sweep, resumed=resume_step is not None))
+    loggers += [Wandb(config, folder, in_sweep, resumed)] if config.logger.wandb is not None else []
+    loggers += [MLflow(config, folder, in_sweep, resumed)] if config.logger.mlflow is not None else []
     return loggers + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 
 
@@ -87,7 +81,7 @@ class MetricsFile(Lossy, Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is left, the newest `MOST_ROWS` rows of it."""
+        """Write what is left."""
         with self.losing_rows("metrics.csv"):
             self._write()
 
@@ -101,7 +95,6 @@ class MetricsFile(Lossy, Logger):
             self._write()
 
     def _write(self) -> None:
-        del self._rows[:-MOST_ROWS]
         if self._rows:
             self._file.append(self._rows)
             self._rows = []
@@ -116,13 +109,11 @@ class FP8File(Lossy):
     def write(self, step: int, healths: Iterable[Health]) -> None:
         """Append the rows of one step. If the disk does not take them, they are lost."""
         with self.losing_rows("fp8.csv"):
-            self._file.append([_fp8_row(step, health) for health in healths])
-
-
-def _fp8_row(step: int, health: Health) -> dict[str, object]:
-    tensor = health.tensor
-    figures = health.amax, health.scale, health.headroom, health.saturated, health.flushed, health.age, health.jump
-    return dict(zip(FP8_COLUMNS, (step, tensor.layer, tensor.kind, tensor.format, *figures), strict=True))
+            self._file.append([
+                {"step": step, "layer": health.tensor.layer, "tensor": health.tensor.kind,
+                 "format": health.tensor.format, **{name: getattr(health, name) for name in FP8_COLUMNS[4:]}}
+                for health in healths
+            ])  # fmt: skip
 
 
 class RunLabels(pl.Callback):
@@ -135,23 +126,20 @@ class RunLabels(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log them. A service's logger sends the whole configuration itself."""
         for logger in trainer.loggers:
-            if isinstance(logger, Remote):
-                continue
-            logger.log_hyperparams(dict(self.labels))
+            if not isinstance(logger, Remote):
+                logger.log_hyperparams(dict(self.labels))
             if isinstance(logger, EventFile):
                 logger.log_text("configuration", self.config, trainer.global_step)
 
 
 def run_labels(config: RunConfig, words: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """Return what was typed for this run or job, beside what every run has, by the names of keys.
-
-    A table of all keys would be too wide to read. `words`: the run's overrides.
-    """
-    recipe = "none" if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+    """Return what was typed for this run or job, beside what every run has, by keys; all of them would be too many."""
     found: dict[str, bool | int | float | str] = {
-        "model": config.model.name, "precision": config.precision.name, "recipe": recipe,
+        "model": config.model.name,
+        "precision": config.precision.name,
+        "recipe": "none" if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name,
         "optimizer": config.optimizer.name,
-    }  # fmt: skip
+    }
     typed = [word.lstrip("+~").partition("=")[0] for word in words]
     for key in (*_LABELS, *typed):
         if not key.startswith(_NO_LABELS):

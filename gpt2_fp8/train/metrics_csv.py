@@ -25,28 +25,20 @@ def read(path: Path, wanted: Collection[str]) -> Rows:
     """Return the steps and the columns `wanted` of the rows that have any of them, up to the first damage."""
     rows: list[dict[str, float]] = []
     try:
-        lines = _lines(path)
-        columns = next(lines, [])
-        for cells in lines:
-            named = zip(columns[1:], cells[1:], strict=True)
-            if row := {name: float(cell) for name, cell in named if cell and name in wanted}:
-                rows.append({"step": int(cells[0]), **row})
-    except FileNotFoundError:
-        return Rows([], None)
+        for row in _read_rows(path):
+            found = {name: float(cell) for name, cell in row.items() if cell and name in wanted}
+            if found:
+                rows.append({"step": int(row["step"]), **found})
     except (OSError, ValueError) as error:
         return Rows(rows, str(error))
     return Rows(rows, None)
 
 
 class CSVLog:
-    """A CSV file of rows by step, whose columns grow. Nothing is touched before the first row.
+    """A CSV file of rows by step, whose columns grow from `columns`. Nothing is touched before the first row.
 
-    Args:
-        path: the file.
-        columns: of a new file, `step` first.
-        resume_step: the step of the checkpoint that the run continues from. Rows of later steps are dropped, and values
-            that the file has at this step are not written again: a validation may be repeated after a kill. None: a new
-            file is begun.
+    After a resume from a checkpoint of `resume_step`, rows of later steps are dropped, and values that the file has at
+    this step are not written again: a validation may be repeated after a kill. None: a new file is begun.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], resume_step: int | None):
@@ -58,11 +50,10 @@ class CSVLog:
         """Append rows, each with a `step`, all or none of them. Raises OSError."""
         if not self._begun:
             self._begin()
-        new = [self._without_known(row) for row in rows]
-        new = [row for row in new if len(row) > 1]
+        new = [row for row in map(self._without_known, rows) if len(row) > 1]
         missing = sorted({name for row in new for name in row} - set(self._columns))
         if missing or not self.path.is_file():  # somebody may have moved it
-            self._rewrite([*self._columns, *missing], list(_rows(self.path)))
+            self._rewrite([*self._columns, *missing], list(_read_rows(self.path)))
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._columns).writerows(new)
         durable.append(self.path, text.getvalue().encode())
@@ -71,7 +62,7 @@ class CSVLog:
         kept: list[dict[str, str]] = []
         if self._resume_step is not None:
             try:
-                kept = [row for row in _rows(self.path) if int(row["step"]) <= self._resume_step]
+                kept = [row for row in _read_rows(self.path) if int(row["step"]) <= self._resume_step]
             except ValueError as error:
                 aside = durable.put_aside(self.path).name
                 log.warning("%s is damaged (%s): it is put aside as %s", self.path, error, aside)
@@ -93,27 +84,18 @@ class CSVLog:
         self._columns = columns
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a file; none if it is not there. Raises OSError, and ValueError for a damaged one."""
-    if path.exists():
-        lines = _lines(path)
-        columns = next(lines, [])
-        yield from (dict(zip(columns, cells, strict=True)) for cells in lines)
-
-
-def _lines(path: Path) -> Iterator[list[str]]:
-    """Yield the cells of each line, the columns' names first, without a last line that a kill tore.
-
-    Raises OSError, and ValueError at a line that is no row.
-    """
+def _read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a file, if it is there, without a last line that a kill tore. Raises ValueError at another."""
+    if not path.exists():
+        return
     text = path.read_bytes().decode(errors="replace")
-    width = 0
+    lines = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     try:
-        for number, cells in enumerate(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), 1):
-            is_row = len(cells) == width and cells[0].isdigit() if width else cells[:1] == ["step"]
-            if not is_row:
-                raise ValueError(f"line {number} is not a row of a run's")
-            width = len(cells)
-            yield cells
+        if lines.fieldnames and lines.fieldnames[0] != "step":
+            raise ValueError("it is not a run's")
+        for row in lines:
+            if None in row or None in row.values() or not row["step"].isdigit():
+                raise ValueError(f"line {lines.line_num} is not a row of a run's")
+            yield row
     except csv.Error as error:
         raise ValueError(str(error)) from None

@@ -18,14 +18,14 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, unaccelerated
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import checkpoint_io, hf_import, own_trainer, resume, saved_config, trained
+from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.validation import MetricLog, Validation
+from gpt2_fp8.train.trainer import check_trainer, write_folders
+from gpt2_fp8.train.validation import MetricLog, Validation, logits
 
 
 class GPT2Module(pl.LightningModule):
@@ -51,11 +51,11 @@ class GPT2Module(pl.LightningModule):
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
         if weights is None and config.init_from:
-            weights = hf_import.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
+            weights = huggingface.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
         self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
-        self.save_hyperparameters(saved_config.to_plain(config, self.vocab_size))
+        self.save_hyperparameters(trained.to_plain(config, self.vocab_size))
 
     # Building
 
@@ -70,16 +70,10 @@ class GPT2Module(pl.LightningModule):
         *,
         config: RunConfig | None = None,
     ) -> GPT2Module:
-        """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
+        """Build the module of a checkpoint's folder, in float32 and plain torch until a Trainer has a precision plugin.
 
-        Its layers compute in float32, in plain torch, until a Trainer has a precision plugin. `config` is for a
-        checkpoint that does not hold its own; the other arguments are Lightning's, and change nothing. Raises UserError
-        for a value that would, or where the parts do not fit.
+        `config` is for a checkpoint that does not hold its own; the others are Lightning's and change nothing.
         """
-        if hparams_file is not None:
-            raise UserError.of("hparams_file: a checkpoint holds its configuration", "config=load_config(...)")
-        if strict is False:
-            raise UserError.of("strict=False: a model with some of its weights is none", "leave strict out")
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
         module = cls.unbuilt(found.config, found.weights, found.step)
         device = torch.device(map_location or "cpu")
@@ -91,21 +85,15 @@ class GPT2Module(pl.LightningModule):
     def unbuilt(
         cls, config: RunConfig, weights: Mapping[str, Tensor], step: Mapping[str, Any], vocab_size: int | None = None
     ) -> GPT2Module:
-        """Return the module of a checkpoint's parts, whose layers a Trainer builds in its own precision.
-
-        `step`: what its training step begins with, such as FP8 scales.
-        """
+        """Return the module of a checkpoint's parts, whose layers a Trainer builds; `step`: such as FP8 scales."""
         module = cls(config, vocab_size, weights)
         module._step_state = step
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first.
-
-        Raises UserError with every contradiction.
-        """
-        own_trainer.check(self.trainer, self.config)
-        checkpoint_io.write_folders(self.trainer)
+        """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first."""
+        check_trainer(self.trainer, self.config)
+        write_folders(self.trainer)
         loops.limit_steps(self.trainer, last_step(self.config))
         return []
 
@@ -146,10 +134,7 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens]: see `engine.logits`.
-
-        Raises UserError before the layers are built, too.
-        """
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`train.validation`)."""
         self._check_built()
         return logits(self.step, ids, self.vocab_size)
 
@@ -216,19 +201,13 @@ class GPT2Module(pl.LightningModule):
     # Checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's own state dict after the last step, with no prefix: anyone can read the file.
-
-        Raises UserError before the layers are built.
-        """
+        """Return the model's own state dict after the last step, with no prefix: anyone can read the file."""
         self._check_built()
         self.step.settle()
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights.
-
-        Raises UserError before the layers are built, and listing what differs when the weights are another model's.
-        """
+        """Load weights. Raises UserError with what differs when they are another model's."""
         self._check_built()
         resume.refuse_other_weights(self.model.state_dict(), state_dict)
         return self.model.load_state_dict(state_dict, strict, assign)

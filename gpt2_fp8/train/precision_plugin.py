@@ -82,10 +82,7 @@ class FP8Precision(MixedPrecision):
 
     @staticmethod
     def from_config(config: RunConfig) -> RunPrecision:
-        """Build the plugin of a run's `GPT2Module`: a GPU if there is one, unless the configuration says otherwise.
-
-        Raises UserError if this machine cannot compute what was asked for, and no fallback is allowed.
-        """
+        """Build the plugin of a run's `GPT2Module`. Raises UserError if this machine cannot, and may not fall back."""
         return RunPrecision(resolve(config, devices.device(config)))
 
     @override
@@ -179,13 +176,10 @@ class FP8Precision(MixedPrecision):
 
 
 class RunPrecision(MixedPrecision):
-    """The precision of a run, as its plan's backend computes it: FP8, bf16 or float32, with float32 weights.
+    """The precision of a run, as its `plan`'s backend computes it: FP8, bf16 or float32, with float32 weights.
 
     An optimizer step of `GPT2Module` is one `training_step` with several forwards, backwards and the update. The
     module enters `forward_context` for each forward, and Lightning's contexts around the step do nothing.
-
-    Attributes:
-        plan: what runs, which the module reads.
     """
 
     def __init__(self, plan: Plan):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
@@ -21,12 +21,10 @@ from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import saved_config
+from gpt2_fp8.train import trained
 
 log = logging.getLogger(__name__)
 
@@ -60,41 +58,34 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
         step.load_state_dict(own)
         return []
     path = Path(str(trainer.ckpt_path))
-    refuse_parts(path, checkpoint.keys())
+    if missing := sorted(_PARTS - checkpoint.keys()):  # as in one with weights alone
+        cause = f"{path} cannot be continued from: it has no {', '.join(missing)}"
+        raise CheckpointError.of(cause, "name a run's checkpoint; or init_from=PATH, which takes only the weights")
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
     others += datamodule.other_settings(checkpoint["TokenDataModule"])
-    others += other_run(path, checkpoint, config)
+    others += _other_run(path, checkpoint, config)
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
-    changes = (
-        keep_own_settings(path, checkpoint, step.model, config),
-        other_validation(checkpoint, step.plan),
-        fp8_again(checkpoint["global_step"], step),
-    )
-    for told in changes if trainer.is_global_zero else ():
-        if told is not None:
-            log.warning("%s", told)
+    changes = [*_keep_own_settings(checkpoint, step), *_changed_precision(checkpoint, step)]
+    for change in changes if trainer.is_global_zero else ():
+        log.warning("%s", change)
     return list(checkpoint["rng"])
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every difference between a checkpoint's architecture, `given`, and this one.
+    """Yield every difference between a checkpoint's architecture, `given`, and this one: equal shapes say little.
 
-    Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing. One from before the
-    model had options has GPT-2's.
+    A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
     """
-    given = saved_config.with_defaults(ModelConfig, given) if given else {}
+    given = trained.with_defaults(ModelConfig, given, "model.") if given else {}
     for key, own in asdict(model).items():
         if key not in FREE_OF_WEIGHTS and key in given and given[key] != own:
             cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
             yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
-def other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Yield why a run of `config` cannot go on from the checkpoint `path`: its end, its optimizer, its seed.
-
-    A checkpoint from before there was a choice of optimizers is AdamW's. Its configuration may be anything.
-    """
+def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
+    """Yield why a run of `config` cannot go on from the checkpoint `path`: its end, its optimizer, its seed."""
     if (step := checkpoint["global_step"]) > (end := last_step(config)):
         others = [key for key in ("max_tokens", "max_epochs") if getattr(config.trainer, key) is not None]
         also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
@@ -104,69 +95,50 @@ def other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> I
     if there != here:
         cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
         yield Problem(cause, f"begin anew from its weights: run_name=NAME init_from={path} ckpt_path=null")
-    seed = value_of(checkpoint, f"{saved_config.KEY}.seed")
-    if (
-        type(seed) is int and seed != config.seed
-    ):  # weights and random numbers are the checkpoint's: it would do nothing
+    seed = value_of(checkpoint, f"{trained.KEY}.seed")
+    if type(seed) is int and seed != config.seed:  # weights and random numbers are the checkpoint's
         cause = f"this run cannot be continued exactly: seed was {seed}, and is now {config.seed}"
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
 
-def other_validation(checkpoint: Mapping[str, Any], plan: Plan) -> str | None:
-    """Say that the validations of a run in FP8 compute in another precision than those before `checkpoint`; or None.
+def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Iterator[str]:
+    """Say that validations, or the next steps, of a run in FP8 compute in another precision than before `checkpoint`.
 
     The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
     """
-    if not (plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8")):
-        return None
-    before = value_of(checkpoint, f"{saved_config.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
+    plan, done, in_bf16 = step.plan, checkpoint["global_step"], step.attempts.last_in_bf16
+    before = value_of(checkpoint, f"{trained.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
     now = "bf16" if plan.evaluates_in_bf16 else "fp8"
-    if before == now:
-        return None
-    return (
-        f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what FP8 "
-        f"rounds; precision.evaluation={before} goes on as it was"
-    )
+    if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
+        yield (
+            f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what "
+            f"FP8 rounds; precision.evaluation={before} goes on as it was"
+        )
+    if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
+        yield (
+            f"the last {counted(in_bf16, 'step')} before step {done + 1} were computed in bf16 "
+            "(precision.bf16_last_steps), and the next are in FP8 again: the run ends later now, or with fewer in bf16"
+        )
 
 
-def fp8_again(done: int, step: TrainingStep) -> str | None:
-    """Say that a run in FP8, whose last steps of `done` were in bf16, computes the next ones in FP8; or None."""
-    before = step.attempts.last_in_bf16
-    if not before or not step.plan.fp8 or steps_in_fp8(step.config) <= done:
-        return None
-    return (
-        f"the last {counted(before, 'step')} before step {done + 1} were computed in bf16 (precision.bf16_last_steps), "
-        "and the next are in FP8 again: the run ends later now, or with fewer in bf16"
-    )
+def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> Iterator[str]:
+    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments.
 
-
-def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
-    """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
-
-    The moments and the step stay. Returns in words how the next step's learning rate changes by that; None: it does
-    not. Raises CheckpointError for moments that are not the model's.
+    Says how the next step's learning rate changes by that, if it does.
     """
-    optimizer = build_optimizer(model, config.optim, config.optimizer)
+    config = step.config
+    optimizer = build_optimizer(step.model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
-    step = checkpoint["lr_schedulers"][0]["last_epoch"]
-    rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
-    own = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
-    try:
-        if not own:
-            check_moments(optimizer, checkpoint["optimizer_states"][0])
-    except ValueError as error:
-        raise CheckpointError.of(f"{path} cannot be continued from: {error}", "use the model that it is of") from None
-    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    done, groups = checkpoint["lr_schedulers"][0]["last_epoch"], checkpoint["optimizer_states"][0]["param_groups"]
+    rates = [rate * schedule.lr_lambdas[0](done) for rate in schedule.base_lrs]
+    registered = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
     before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
-        settings = {
-            k: v for k, v in fresh.items() if k != "params" and (not own or k in ("initial_lr", "weight_decay"))
-        }
-        saved.update(settings, lr=lr)
-    checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(step, rates)]
-    if not isinstance(before, float) or f"{before:.1e}" == now:
-        return None
-    return f"learning rate {now} from step {step + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
+        own = {"initial_lr", "weight_decay"} if registered else fresh.keys() - {"params"}
+        saved.update({name: value for name, value in fresh.items() if name in own}, lr=lr)
+    checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(done, rates)]
+    if isinstance(before, float) and f"{before:.1e}" != now:
+        yield f"learning rate {now} from step {done + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
 
 
 def _label(config: RunConfig) -> str:
@@ -179,26 +151,16 @@ def refuse(differences: list[Problem]) -> None:
         raise CheckpointError(differences)
 
 
-def refuse_parts(path: Path, keys: Collection[str]) -> None:
-    """Raise CheckpointError if the checkpoint `path` lacks a part of a run's state, as one with weights alone does."""
-    if missing := sorted(_PARTS - set(keys)):
-        cause = f"{path} cannot be continued from: it has no {', '.join(missing)}"
-        raise CheckpointError.of(cause, "name a run's checkpoint; or init_from=PATH, which takes only the weights")
-
-
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with the first differences between two state dicts in names, shapes and dtypes.
-
-    torch would silently cast weights of another dtype, and change them.
-    """
+    """Raise CheckpointError with what differs in names, shapes and dtypes: torch would cast and change weights."""
     here, there = ({name: _form(weight) for name, weight in weights.items()} for weights in (model, given))
     names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
-    remedy = "use the model= and data.tokenizer= that the checkpoint was trained with"
-    refuse([
-        Problem(f"the checkpoint does not fit the model: {name} is {there.get(name, 'nothing')} there, "
-                f"{here.get(name, 'nothing')} here", remedy)
+    causes = [
+        f"the checkpoint does not fit the model: {name} is {there.get(name, 'nothing')} there, "
+        f"{here.get(name, 'nothing')} here"
         for name in names[:_SHOWN]
-    ])  # fmt: skip
+    ]
+    refuse([Problem(cause, "use the model= and data.tokenizer= that it was trained with") for cause in causes])
 
 
 def _form(weight: Tensor) -> str:

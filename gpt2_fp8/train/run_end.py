@@ -3,49 +3,187 @@
 from __future__ import annotations
 
 import logging
-import os
+import math
+import platform
 import shlex
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.config import hf_config, own_words
+from gpt2_fp8 import __version__
+from gpt2_fp8.checkpoint import durable, pointers
+from gpt2_fp8.config import disk, hf_config, own_words
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import JobError, RunError, UserError
 from gpt2_fp8.config.own_words import Typed
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
-from gpt2_fp8.runtime import programs, ranks, signals
-from gpt2_fp8.train import summary
-from gpt2_fp8.train.summary import Summary
-
-if TYPE_CHECKING:
-    from gpt2_fp8.runtime.rendezvous import Meeting
+from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime.programs import source_digest
 
 log = logging.getLogger(__name__)
-AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
+NAME = "summary.json"
+Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
+
+
+@dataclass(kw_only=True)
+class Precision:
+    """What was asked for, what ran, and why the two differ (None: they do not)."""
+
+    asked: str
+    ran: str | None = None
+    reason: str | None = None
+    last_in_bf16: int = 0  # steps before the end that computed in bf16 in a run in FP8 (precision.bf16_last_steps)
+
+
+@dataclass(kw_only=True)
+class Checkpoints:
+    """Paths of the two checkpoints that matter; None if there is none."""
+
+    last: str | None = None
+    best: str | None = None
+
+
+@dataclass(kw_only=True)
+class DivergenceReport:
+    """What went wrong in steps of the whole run, and what was done (`engine/divergence.py`)."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
+    reruns: int = 0  # steps run again in bf16
+    skipped: int = 0  # steps whose update was skipped even after the rerun
+    rollbacks: int = 0
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A run, as `summary.json` describes it. The run fills it as it goes; `finish` and `write` end it.
+
+    Until `finish` is called its status is "failed", so that a summary of an unexpected end never reads as success.
+    """
+
+    tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
+    notes: str | None = None
+    precision: Precision
+    recipe: str | None = None  # the scaling recipe; None if nothing ran in FP8
+    optimizer: str = "adamw"
+    status: Status = "failed"
+    exit_code: int = 1
+    message: str = ""
+    ended_by: str | None = None  # the key of the limit that ended it: trainer.max_steps, ...; None: something else did
+    started: str = field(default_factory=lambda: _now())
+    ended: str | None = None
+    duration_s: float | None = None
+    steps: int = 0  # optimizer steps of the whole run, including those before a resume
+    tokens: int = 0  # of these steps
+    last_train_loss: float | None = None
+    last_val_loss: float | None = None
+    best_val_loss: float | None = None
+    best_val_loss_step: int | None = None
+    tokens_per_second: float | None = None  # the median over this process's steps
+    peak_memory_gb: float | None = None  # allocated on the GPU; on a CPU resident of the process
+    training_memory_gb: float | None = None  # the GPU's peaks of training and validation, separately
+    validation_memory_gb: float | None = None
+    checkpoint_stall_seconds: float | None = None  # the longest of this process; None if no checkpoint was taken
+    skipped_steps: int = 0
+    divergence: DivergenceReport = field(default_factory=DivergenceReport)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    data: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
+    overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
+    versions: dict[str, str | None] = field(default_factory=lambda: read_versions())
+    device: str | None = None
+    command: list[str] = field(default_factory=lambda: list(sys.argv))
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()  # the wall clock may be set back meanwhile
+
+    def take_settings(self, config: RunConfig) -> None:
+        """Note the final settings."""
+        self.recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+        self.optimizer, self.config = config.optimizer.name, asdict(config)
+
+    def finish(self, error: BaseException | None = None) -> int:
+        """Note how the run ended: `error`, or None if it ended well. Returns the process's exit code."""
+        self.ended = _now()
+        self.duration_s = time.monotonic() - self._began
+        if error is None:
+            self.status, self.exit_code, self.message = "completed", 0, ""
+        elif isinstance(error, RunError):
+            self.status, self.exit_code, self.message = error.status, error.exit_code, str(error)  # type: ignore[assignment]
+        elif isinstance(error, KeyboardInterrupt):
+            self.status, self.exit_code, self.message = "interrupted", 130, "interrupted before it could save"
+        else:
+            self.status, self.exit_code, self.message = "failed", 1, f"{type(error).__name__}: {error}"
+        return self.exit_code
+
+    def write(self, folder: Path) -> Path:
+        """Replace `folder/summary.json` atomically and return its path; non-finite floats become null.
+
+        What a process without a step cannot know stays as it is there. Raises OSError.
+        """
+        if self.tokens_per_second is None:
+            before = read_summary(folder)
+            for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
+                setattr(self, name, getattr(self, name) or before.get(name))
+        path = Path(folder) / NAME
+        durable.write_json(path, _finite(asdict(self)))
+        return path
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the summary in a run's folder, as plain values; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return dict(disk.read_json(folder / NAME))
+    return {}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_versions() -> dict[str, str | None]:
+    """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
+    found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
+    found["python"] = platform.python_version()
+    for name in ("torch", "lightning", "transformer_engine"):
+        found[name] = None
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value
 
 
 class RunEnd:
-    """What the end of a run in `folder` tells.
+    """What the end of a run in `folder` tells. The run fills `summary` as it goes.
 
-    Attributes:
-        summary: filled by the run as it goes.
-        words: the run's overrides.
-        first_step: the step that training has continued from; None before training.
+    `words` are the run's overrides; `first_step` is the step that training continues from, None before training.
     """
 
     def __init__(
         self, config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), typed: Typed | None = None
     ) -> None:
         self.folder, self.words = folder, words
-        self.summary = Summary.of(config, words)
+        asked = Precision(asked=config.precision.name)
+        self.summary = Summary(precision=asked, tags=config.tags, notes=config.notes, overrides=list(words))
+        self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
         self._config, self._here, self._typed = config, here, typed
@@ -62,7 +200,6 @@ class RunEnd:
         refused = isinstance(error, UserError) and self.summary.steps <= (self.first_step or 0)
         if not ranks.is_first_rank() or (refused and saved):
             return
-        self.summary.take_over(self.folder)
         try:
             self.summary.write(self.folder)
         except OSError as failure:  # a full disk: the run's end and exit code stay what they are
@@ -77,7 +214,7 @@ class RunEnd:
         yield result_line(done, first_step)
         here = self._typed.here if self._typed else None
         shown = shlex.quote(str(as_typed(self.folder, here)))
-        yield f"summary: {as_typed(self.folder / summary.NAME, here)}"
+        yield f"summary: {as_typed(self.folder / NAME, here)}"
         nothing = done.steps == first_step and done.status != "completed"
         if nothing or config.trainer.fast_dev_run:
             return
@@ -111,25 +248,22 @@ def result_line(done: Summary, first_step: int) -> str:
     steps, now = counted(done.steps, "step"), done.steps - first_step
     took = duration(done.duration_s or 0.0)
     steps += f", {now:,} of them in {took}" if first_step else f" in {took}"
-    found = []
-    if done.last_train_loss is not None:
-        found.append(f"train loss {done.last_train_loss:.4f}")
-    if done.last_val_loss is not None:
-        best = ""
-        if done.best_val_loss is not None:
-            best = f" (best {done.best_val_loss:.4f} at step {done.best_val_loss_step:,})"
-        found.append(f"validation {done.last_val_loss:.4f}{best}")
-    if done.tokens_per_second is not None:
-        found.append(f"{done.tokens_per_second:,.0f} tok/s")
+    best = "" if done.best_val_loss is None else f" (best {done.best_val_loss:.4f} at step {done.best_val_loss_step:,})"
+    known = (
+        ("train loss {:.4f}", done.last_train_loss),
+        ("validation {:.4f}" + best, done.last_val_loss),
+        ("{:,.0f} tok/s", done.tokens_per_second),
+    )
+    found = [shown.format(value) for shown, value in known if value is not None]
     return f"{done.status} {steps}: {', '.join(found)}" if found else f"{done.status}: {steps}"
 
 
 def end_of_process(end: RunEnd, code: int) -> float | None:
-    """Return the last validation loss of a run that has ended in another process with exit code `code`.
+    """Return the last validation loss of a run in another process, which has ended with `code`, or raise JobError.
 
-    Raises JobError if it has not completed. A process that has written no summary, as a killed one, gets one.
+    A process that has written no summary, as a killed one, gets one.
     """
-    found = summary.read(end.folder)
+    found = read_summary(end.folder)
     if code == 0:
         return found.get("last_val_loss")
     if found.get("exit_code") == code:
@@ -139,37 +273,3 @@ def end_of_process(end: RunEnd, code: int) -> float | None:
     if killed or not found:
         end.close(error)
     raise error
-
-
-def joined_ranks() -> Meeting | None:
-    """Return where the ranks have met; None: there is one process, or they have not."""
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
-        return None
-    from gpt2_fp8.runtime import rendezvous
-
-    return rendezvous.joined()
-
-
-def say_end(error: RunError | None) -> int:
-    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
-
-    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
-    end: an agent ends all when the first of them is gone.
-    """
-    met = joined_ranks()
-    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
-    if met is not None:
-        met.tell(error or RunError(text.splitlines()[-1]))
-    if ranks.is_first_rank():
-        programs.say(text)
-        if met is not None:
-            met.say(text)
-    elif met is not None:
-        met.end_after_rank_zero(error, text)
-    elif os.environ.get("TORCHELASTIC_RUN_ID"):
-        until = time.monotonic() + AGENT_SECONDS
-        while signals.received() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        if signals.received() is None:  # rank 0 was not refused
-            programs.say(f"rank {os.environ.get('RANK')}: {text}")
-    return 1 if error is None else error.exit_code

@@ -17,16 +17,16 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.schema import RunConfig, WandbConfig
-from gpt2_fp8.engine.histograms import TensorStats
 
 log = logging.getLogger(__name__)
 
 FILE = "remote_runs.json"  # in the run's folder: its identifier at each service
 MOST_WAITING = 10_000  # rows, while the service does not answer
-END_SECONDS = 60.0  # seconds that the end of a run waits for what is not sent yet
+END_SECONDS = 60.0  # that the end of a run waits for what is not sent yet
 _WRITING = threading.Lock()  # each service has a thread
 _LOCAL = "sqlite:///mlflow.db"  # in the folder where the command was typed, as MLflow's own server has it
 _TALKATIVE = ("mlflow", "alembic", "lightning.pytorch.loggers.mlflow")  # about tables and experiments made
@@ -34,36 +34,31 @@ _STEP = "trainer/global_step"  # the name of the step in Lightning's rows
 _GROUPS = {"gradient": "gradients", "weight": "weights"}
 
 
-def remembered(folder: Path, service: str) -> str | None:
+def read_run_id(folder: Path, service: str) -> str | None:
     """Return the identifier of the run at a service; None if there is none."""
-    name = _read(folder).get(service)
-    return name if isinstance(name, str) else None
+    with suppress(OSError, ValueError):
+        return str(disk.read_json(folder / FILE)[service])
+    return None
 
 
-def remember(folder: Path, service: str, name: str) -> None:
+def note_run_id(folder: Path, service: str, name: str) -> None:
     """Note an identifier. Raises OSError."""
     with _WRITING:
-        durable.write_json(folder / FILE, _read(folder) | {service: name})
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = disk.read_json(folder / FILE)
-        return found if isinstance(found, dict) else {}
-    return {}
+        path = folder / FILE
+        durable.write_json(path, (disk.read_json(path) if path.exists() else {}) | {service: name})
 
 
 class Remote(Logger):
     """Hands each row to a thread, which gives it to Lightning's logger of the service.
 
-    The first failure of several in a row logs a warning, and rows of a service that does not answer are lost. A service
-    is a subclass with the four methods from `begin` on, which run in the thread and may raise anything.
+    The first failure of several in a row logs a warning, and rows of a service that does not answer are lost. A
+    subclass opens and closes the run and sends what is no row, in the thread, and may raise anything there.
 
-    Attributes: `title`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
+    Attributes: `name`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
     that did not arrive; `run_id`, the run's identifier there, None for a new one; `group`, its sweep.
     """
 
-    title = key = undelivered = ""
+    name = key = undelivered = ""
     version = ""  # the run's own name there is known to the service alone
 
     def __init__(self, config: RunConfig, folder: Path, in_sweep: bool, resumed: bool) -> None:
@@ -71,54 +66,49 @@ class Remote(Logger):
         self.config, self.folder = config, folder
         self.group = folder.parent.name if in_sweep else None
         self.run_name = f"{self.group}/{folder.name}" if in_sweep else config.run_name
-        self.run_id = remembered(folder, self.key) if resumed else None
-        self._rows: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self.run_id = read_run_id(folder, self.key) if resumed else None
+        self._calls: queue.Queue[Callable[[Any], object] | str] = queue.Queue(MOST_WAITING)  # a text: how the run ended
         self._thread: threading.Thread | None = None
-        self._logger: Any = None
-        self._failing = self._full = False
-
-    @property
-    def name(self) -> str:
-        """Return the service's name."""
-        return self.title
+        self._full = False
 
     def begin(self) -> Logger:
         """Open the run there, or continue it, and return Lightning's logger of it."""
         raise NotImplementedError
 
+    def end(self, logger: Any, status: str) -> None:
+        """Close the run there, so that another one may begin in this process."""
+        logger.finalize(status)
+
     def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
-        """Send the distributions of tensors."""
-        raise NotImplementedError
+        """Send the norms of gradients."""
+        norms = {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}
+        logger.log_metrics(norms, step)
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text."""
-        raise NotImplementedError
-
-    def end(self, logger: Any, status: str) -> None:
-        """Close the run there, so that another one may begin in this process."""
         raise NotImplementedError
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row. Its numbers are read now, since a tensor may change."""
         row = {name: float(value) for name, value in metrics.items()}
-        self._put(lambda logger: logger.log_metrics(row, step))
+        self._send(lambda logger: logger.log_metrics(row, step))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Send hyper-parameters of a callback; the configuration is there already."""
         values = dict(params or {})
-        self._put(lambda logger: logger.log_hyperparams(values))
+        self._send(lambda logger: logger.log_hyperparams(values))
 
     @rank_zero_only
     def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
-        """Send the distributions of tensors, if the service shows them."""
-        self._put(partial(self.send_histograms, tensors=list(tensors), step=step))
+        """Send what the service shows of tensors' distributions."""
+        self._send(partial(self.send_histograms, tensors=list(tensors), step=step))
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Send a text."""
-        self._put(partial(self.send_text, tag=tag, text=text, step=step))
+        self._send(partial(self.send_text, tag=tag, text=text, step=step))
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -127,50 +117,45 @@ class Remote(Logger):
             return
         thread, self._thread = self._thread, None
         with suppress(queue.Full):
-            self._rows.put(lambda: self._end(status), timeout=END_SECONDS)
-            self._rows.put(None, timeout=END_SECONDS)
+            self._calls.put(status, timeout=END_SECONDS)
             thread.join(END_SECONDS)
         if thread.is_alive():
-            log.warning("%s has not got everything: it does not answer; %s", self.title, self.undelivered)
+            log.warning("%s has not got everything: it does not answer; %s", self.name, self.undelivered)
 
-    def _put(self, send: Callable[[Any], object]) -> None:
-        """Have the thread call `send` with Lightning's logger."""
+    def _send(self, call: Callable[[Any], object]) -> None:
+        """Have the thread call `call` with Lightning's logger."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"log-{self.title}", daemon=True)
+            self._thread = threading.Thread(target=self._work, name=f"log-{self.name}", daemon=True)
             self._thread.start()
         try:
-            self._rows.put_nowait(lambda: send(self._begun()))
+            self._calls.put_nowait(call)
         except queue.Full:
             if not self._full:
-                log.warning("%s does not answer: rows are lost, training goes on", self.title)
+                log.warning("%s does not answer: rows are lost, training goes on", self.name)
             self._full = True
 
     def _work(self) -> None:
-        while (row := self._rows.get()) is not None:
+        logger, failing, ended = None, False, False
+        while not ended:
+            call = self._calls.get()
+            ended = isinstance(call, str)
             try:
-                row()
-                self._failing = False
+                if not isinstance(call, str):
+                    logger = logger or self.begin()
+                    call(logger)
+                elif logger is not None:
+                    self.end(logger, call)
+                failing = False
             except Exception as error:
-                if not self._failing:
-                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                    log.warning("%s does not take a row, training goes on: %.200s", self.title, reason)
-                self._failing = True
-
-    def _begun(self) -> Any:
-        if self._logger is None:
-            self._logger = self.begin()
-        return self._logger
-
-    def _end(self, status: str) -> None:
-        if self._logger is not None:
-            logger, self._logger = self._logger, None
-            self.end(logger, status)
+                if not failing:
+                    log.warning("%s does not take a row, training goes on: %.200s", self.name, error)
+                failing = True
 
 
 class Wandb(Remote):
     """A run at Weights & Biases. If W&B cannot be reached at the start, the run is kept on disk for `wandb sync`."""
 
-    title, key, undelivered = "W&B", "wandb", "`wandb sync` of its folder wandb sends the rest"
+    name, key, undelivered = "W&B", "wandb", "`wandb sync` of its folder wandb sends the rest"
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
@@ -185,7 +170,7 @@ class Wandb(Remote):
                         "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
             logger = self._open(self.config.logger.wandb, "offline")
         run: Any = logger.experiment
-        remember(self.folder, self.key, run.id)
+        note_run_id(self.folder, self.key, run.id)
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
         return logger
 
@@ -217,11 +202,12 @@ class Wandb(Remote):
         """Send the distributions of tensors, and of gradients the norms."""
         import wandb
 
-        row: dict[str, Any] = {}
-        for tensor in tensors:
-            bins = np.array(tensor.counts), np.array(tensor.edges)
-            row[f"{_GROUPS[tensor.kind]}/{tensor.name}"] = wandb.Histogram(np_histogram=bins)
-        logger.log_metrics(row | _norms(tensors), step)
+        bins = {
+            f"{_GROUPS[tensor.kind]}/{tensor.name}": (np.array(tensor.counts), np.array(tensor.edges))
+            for tensor in tensors
+        }
+        logger.log_metrics({name: wandb.Histogram(np_histogram=found) for name, found in bins.items()}, step)
+        super().send_histograms(logger, tensors, step)
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a table of one row."""
@@ -235,7 +221,7 @@ class Wandb(Remote):
 class MLflow(Remote):
     """A run in MLflow's store or on its server."""
 
-    title, key, undelivered = "MLflow", "mlflow", "metrics.csv has every row"
+    name, key, undelivered = "MLflow", "mlflow", "metrics.csv has every row"
 
     def begin(self) -> Logger:
         """Open the run, or continue it. The parameters of a run are those it began with: MLflow changes none."""
@@ -253,25 +239,13 @@ class MLflow(Remote):
         if self.run_id is None:
             self.run_id = logger.run_id
             assert self.run_id is not None
-            remember(self.folder, self.key, self.run_id)
+            note_run_id(self.folder, self.key, self.run_id)
             logger.log_hyperparams(asdict(self.config))
             log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
         else:
             logger.experiment.set_terminated(self.run_id, "RUNNING")
         return logger
 
-    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
-        """Send the norms of gradients: MLflow has no histograms."""
-        logger.log_metrics(_norms(tensors), step)
-
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a file among the run's artifacts."""
         logger.experiment.log_text(logger.run_id, text, f"{tag}/step-{step:08d}.txt")
-
-    def end(self, logger: Any, status: str) -> None:
-        """Close the run."""
-        logger.finalize(status)
-
-
-def _norms(tensors: list[TensorStats]) -> dict[str, float]:
-    return {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}

@@ -1,32 +1,93 @@
-"""What a checked configuration means on this machine: devices, micro-batch and checkpoint. The log says so."""
+"""From a checked configuration to a run: what it means on this machine, which the log says, and the run's parts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Container
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.utilities import rank_zero_only
 
-from gpt2_fp8.callbacks.same_run import log_kernels
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.histograms import Histograms
+from gpt2_fp8.callbacks.log_line import LogLine
+from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.same_run import SameRun, log_kernels
+from gpt2_fp8.callbacks.samples import Samples
+from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
 from gpt2_fp8.checkpoint import find, lock
 from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.run_length import bf16_last_steps, last_step, steps_to_run, tokens_a_step
+from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
+from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.data.preparation import tokens_a_pass
 from gpt2_fp8.engine.out_of_memory import largest_divisor
+from gpt2_fp8.engine.red_flags import RunWatch
 from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
-from gpt2_fp8.runtime import ranks, rendezvous
+from gpt2_fp8.runtime import ranks, registry, rendezvous
+from gpt2_fp8.train import run_end
+from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
+from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.run_end import RunEnd
+from gpt2_fp8.train.trainer import build_trainer
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
 MOST_FLOPS = 250_000_000_000  # of a micro-batch on a CPU that was not typed: seconds, between which signals are heard
+
+
+class Length(NamedTuple):
+    """How long a run is."""
+
+    config: RunConfig  # with its number of steps as `trainer.max_steps`
+    limit: str  # the key of the limit that gives this number
+    epoch_ends: list[int]  # the last step of each epoch, if `callbacks.keep_epochs` asks for their checkpoints
+
+
+def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = False) -> Length:
+    """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted, on each rank.
+
+    A warm-up that is not among the keys `typed` is fitted to that number. What was typed and does not fit is refused,
+    unless it is only `drawn`.
+    """
+    tokens, kept_ends = None, []
+    if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
+        tokens = tokens_a_pass(config.data, config.model.n_positions, tuple(config.plugins))
+        before, config = config.optim, run_length.fit_schedule(config, typed, tokens)
+        for line in run_length.describe_schedule(before, config):
+            log.info(line)
+        allowed = list(run_length.misfits(config, tokens)) if drawn else []
+        if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:
+            raise UserError(finding.problem for finding in found)
+        ends = run_length.epoch_ends(config, tokens)
+        shown = ", ".join(map(str, ends if len(ends) <= 5 else [*ends[:3], "...", ends[-1]]))
+        when = f"they end at the steps {shown}" if ends else "none ends within this run"
+        log.info("epochs     %s tokens each; %s", f"{tokens:,}", when)
+        kept_ends = ends if config.callbacks.keep_epochs else []
+    elif not run_length.limits(config):  # a single step comes to no epoch
+        config = replace(config, trainer=replace(config.trainer, max_steps=1))
+    known, limit = run_length.limits(config, tokens), run_length.shortest(config, tokens)
+    if len(known) > 1:
+        longer = ", ".join(f"{key} at step {step}" for key, step in known.items() if key != limit)
+        log.info("length     %s ends the run at step %d, and not %s", limit, known[limit], longer)
+    return Length(run_length.in_steps(config, tokens), limit, kept_ends)
 
 
 def resolve_micro_batch(
@@ -51,9 +112,9 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     """Raise UserError if the run's checkpoints, with those of `epochs`, cannot be written, or will not have room."""
     if config.trainer.fast_dev_run:
         return
-    parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
-    state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
-    saved = config.callbacks
+    padded, saved = padded_vocabulary(vocabulary(config)), config.callbacks
+    parameters = parameter_count(config.model, padded)
+    state = optimizer_bytes(config.optimizer, config.model, padded)
     permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
     between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
     at_once = lock.peak_count(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
@@ -61,13 +122,10 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
 
 
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
-    """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
-
-    Its files' digests are checked. Raises UserError if none is whole, or if the folder has those of another run.
-    """
-    own = folder / "checkpoints"
+    """Return the checkpoint to continue from, verified, or None for a fresh start, also if `last` found none."""
     if config.ckpt_path is None:
         return None
+    own = folder / "checkpoints"
     found = find.resolve(config.ckpt_path, own)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
@@ -84,39 +142,106 @@ def step_of(checkpoint: Path | None) -> int | None:
 
 def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
     """Log what was chosen and why, in at most a dozen lines."""
-    model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
-    tokens = tokens_a_step(config)
+    model, padded, tokens = config.model, padded_vocabulary(vocab_size), tokens_a_step(config)
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
-    peak = peak_bf16_flops(name)
-    log.info(
-        "model      %s: %s parameters, vocabulary %s padded to %s",
-        model.name, *(f"{n:,}" for n in (parameter_count(model, padded_vocab_size), vocab_size, padded_vocab_size)),
-    )  # fmt: skip
+    parameters, per_token = parameter_count(model, padded), flops_per_token(model, padded)
+    log.info("model      %s: %s parameters, vocabulary %s padded to %s",
+             model.name, *(f"{number:,}" for number in (parameters, vocab_size, padded)))  # fmt: skip
     log.info("device     %s x %d", name, world_size)
     if (place := ranks.current()).launcher:
         met = rendezvous.joined()
         log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.evaluates_in_bf16 else ""
-    ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := bf16_last_steps(config)) else ""
-    if plan.reason is None:
-        log.info("precision  %s", ran)
-    else:
-        log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
+    ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := run_length.bf16_last_steps(config)) else ""
+    log.info("precision  %s", ran if plan.reason is None else f"{ran} instead of {plan.asked}: {plan.reason}")
     log_kernels(plan.backend.kernels(vocab_size), plan.slower())
-    state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
+    state = optimizer_bytes(config.optimizer, model, padded) / parameters
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
-    log.info(
-        "steps      %s of %s x %s = %s tokens, in micro-batches of %s",
-        *(f"{number:,}" for number in (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)),
-        counted(config.micro_batch, "sequence"),
-    )  # fmt: skip
-    if peak:
-        per_token = flops_per_token(model, padded_vocab_size)
+    numbers = (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)
+    log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s",
+             *(f"{number:,}" for number in numbers), counted(config.micro_batch, "sequence"))  # fmt: skip
+    if peak := peak_bf16_flops(name):
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:
         log.info("continues  %s (step %s)", start, f"{step_of(start):,}")
     elif config.init_from:
         log.info("weights    from %s", config.init_from)
     log.info("folder     %s", folder)
+
+
+@dataclass
+class Parts:
+    """The parts of a run, ready to fit."""
+
+    plan: Plan
+    trainer: pl.Trainer
+    module: GPT2Module
+    data: TokenDataModule
+    throughput: Throughput
+    memory: PeakMemory
+    same_run: SameRun
+
+
+def build(
+    config: RunConfig,
+    plan: Plan,
+    checkpoint: Path | None,
+    end: RunEnd,
+    first: tuple[TimeLimit, LogLine],
+    last: tuple[DivergenceGuard, Checkpointing, GracefulStop],
+) -> Parts:
+    """Build the parts of a run in the folder of `end`, which continues from `checkpoint`, if there is one.
+
+    `first` and `last` are callbacks that outlive a rollback: what decides whether a step is the last and writes log
+    lines; and what judges a step, saves and stops. Lightning moves the last two behind all others, in their order.
+    """
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    resume_step, trial = step_of(checkpoint), config.trainer.fast_dev_run
+    data = TokenDataModule.from_config(config)
+    module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
+    throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
+    throughput.readers.append(first[1].write)
+    same_run = SameRun(
+        asdict(config),
+        run_end.read_versions() | _versions(plan),
+        partial(plan.backend.kernels, module.vocab_size),
+        config.micro_batch,
+        plan.slower(),
+    )
+    callbacks: list[Callback] = [*first, throughput]
+    if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
+        write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None
+        typed = "callbacks.fp8_health_every_n_steps" in own_words.keys(end.words)
+        callbacks.append(FP8HealthLog(config, write, typed))
+    callbacks.append(memory)
+    if config.logger.histograms_every_n_steps and not trial:
+        callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
+    callbacks += [same_run, *_chosen(config, throughput, first[1]), RunLabels(config, end.words)]
+    callbacks += last[:1] if trial else last
+    loggers = [] if trial else build_loggers(config, end.folder, resume_step, end.in_sweep)
+    trainer = build_trainer(config, plan, end.folder, callbacks, loggers)
+    return Parts(plan, trainer, module, data, throughput, memory, same_run)
+
+
+def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> list[Callback]:
+    """Return samples, the progress bar and the user's own, as chosen; what reads numbers is told to `throughput`."""
+    callbacks: list[Callback] = []
+    if config.callbacks.red_flags:
+        watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
+        throughput.readers.append(rank_zero_only(watch.see))
+    if config.callbacks.sample_tokens:
+        callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
+    extra = [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
+    if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
+        callbacks.append(bar := ProgressBar(log_line.pace))
+        throughput.readers.append(bar.read)
+    return callbacks + extra
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of what computes."""
+    if plan.device == "cpu":
+        return {"torch": torch.__version__}
+    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | library_versions()

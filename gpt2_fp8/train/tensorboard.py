@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import re
+import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.compat import tensorboard_hparams
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.engine.histograms import TensorStats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -73,33 +73,6 @@ def place_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, floa
             yield run, "loss/perplexity", math.exp(float(value))
 
 
-def custom_charts() -> dict[str, dict[str, list[object]]]:
-    """Return the layout of TensorBoard's page CUSTOM SCALARS: groups of charts of several tags each."""
-
-    def lines(*tags: str) -> list[object]:
-        return ["Multiline", list(tags)]
-
-    figures = ("amax", "scale", "headroom", "saturated", "flushed")
-    fp8 = {f"{figure} of inputs, weights and gradients": lines(f"precision_fp8/{figure}_.*") for figure in figures}
-    for kind in ("input", "weight", "gradient"):
-        fp8[f"scale of each layer's {kind}"] = lines(f"precision_fp8_layers/scale_{kind}/.*")
-    return {
-        "loss": {"training and validation": lines("^loss$"), "perplexity": lines("loss/perplexity")},
-        "optimizer": {
-            "learning rate": lines("optim/lr"),
-            "gradient norm": lines("optim/grad_norm"),
-            "gradient norm of each matrix": lines("tensors_norm/.*"),
-            "skipped steps and steps again in bf16": lines("optim_steps/skipped_steps", "optim_steps/bf16_reruns"),
-        },
-        "FP8": fp8,
-        "speed": {
-            "tokens per second": lines("speed/tokens_per_second"),
-            "part of the time spent waiting for data": lines("speed/data_wait"),
-            "GPU: power in watts": lines("system/gpu_power_watts"),
-        },
-    }
-
-
 class Lossy:
     """A log that loses a row if the disk does not take it. The first time logs a warning."""
 
@@ -121,13 +94,9 @@ class Lossy:
 class EventFile(Lossy, TensorBoardLogger):
     """A TensorBoardLogger that sorts metrics into groups, and writes every row into the file at once.
 
-    TensorBoard itself does so every two minutes. A killed run continues from a checkpoint, and the rows before it must
-    be in the file then. `folder/tensorboard` holds texts and hyper-parameters, `train` and `val` in it the curves. If
-    the disk does not take a row, this and later ones are lost: TensorBoard's writer does not recover.
-
-    Args:
-        folder: the run's.
-        purge_step: readers drop everything of earlier files at or after this step, in all three.
+    A killed run continues from a checkpoint, and the rows before it must be in the file then. `folder/tensorboard`
+    holds texts and hyper-parameters, `train` and `val` in it the curves, of which readers drop everything of earlier
+    files at or after `purge_step`. If the disk does not take a row, TensorBoard's writer does not recover.
     """
 
     def __init__(self, folder: Path, purge_step: int):
@@ -142,7 +111,6 @@ class EventFile(Lossy, TensorBoardLogger):
 
             for name in RUNS:
                 self._parts[name] = SummaryWriter(str(Path(self.log_dir, name)), purge_step=self._purge_step)
-            self.experiment.add_custom_scalars(custom_charts())
         return self._parts
 
     @contextmanager
@@ -212,6 +180,4 @@ class EventFile(Lossy, TensorBoardLogger):
 
 def code_block(text: str) -> str:
     """Return Markdown that shows `text` as it is: no underscore becomes italics, and no space is lost."""
-    longest = max((len(run) for run in re.findall("~+", text)), default=0)
-    fence = "~" * max(3, longest + 1)
-    return f"{fence}\n{text}\n{fence}"
+    return textwrap.indent(text, "    ", lambda line: True)

@@ -1,59 +1,51 @@
-"""A trained model from its folder, for the programs that use it: the checkpoint, its configuration, its weights."""
+"""A trained model from its folder: the checkpoint, the configuration that it holds as plain values, its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Hashable, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.checkpoint.manifest import CheckpointError, unreadable
-from gpt2_fp8.config.block_spec import block_spec
+from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.manifest import CheckpointError
+from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
 from gpt2_fp8.config.paths import EXAMPLES, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.train import saved_config
+
+log = logging.getLogger(__name__)
+
+KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
 
 
 class Trained(NamedTuple):
-    """What a checkpoint holds of a model.
-
-    Attributes:
-        path: its folder.
-        config: the run's.
-        weights: float32, by our names.
-        step: what a training step begins with beside them, such as FP8 scales.
-        parts: what else was asked for, and `saved_config.KEY`. A stranger's may hold anything.
-    """
+    """What a checkpoint holds of a model."""
 
     path: Path
     config: RunConfig
-    weights: Mapping[str, Tensor]
-    step: Mapping[str, Any]
-    parts: Mapping[str, Any]
+    weights: Mapping[str, Tensor]  # float32, by our names
+    step: Mapping[str, Any]  # what a training step begins with beside them, such as FP8 scales
+    parts: Mapping[str, Any]  # what else was asked for, and `KEY`
 
 
 def load(ckpt_path: str, which: Which) -> Trained:
-    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, checked.
-
-    Raises UserError, with remedies for that command line.
-    """
+    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, with remedies for that."""
     try:
         return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
     except CheckpointError as error:  # its own remedies are for a run, or for Python
-        other = "checkpoint=last, or " if which == "best" else ""
-        remedy = f"name another one: {other}{EXAMPLES}"
+        remedy = f"name another one: {EXAMPLES}"
         raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
 
 
 def find_checkpoint(source: Path, which: Which = "last") -> Path:
-    """Return the checkpoint that `source` means: it is one, or a run's folder with its last or its best.
-
-    The last is the newest whole one. Raises UserError if there is none, or the best is damaged.
-    """
+    """Return the checkpoint that `source` means: it is one, or a run's folder with its newest whole one or its best."""
     if not is_run(source):
         return source
     found = find.resolve(which, source / "checkpoints")
@@ -63,17 +55,77 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
 
 
 def read(path: Path, *parts: str, map_location: torch.device | str = "cpu", config: RunConfig | None = None) -> Trained:
-    """Read a checkpoint's folder, and these parts of it too, where it has them.
-
-    `config` is for a checkpoint that does not hold its own. Raises CheckpointError for one that is damaged, does not
-    hold its configuration, or whose weights are of another model.
-    """
-    checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY, *parts))
-    config = config or saved_config.from_checkpoint(checkpoint, path)
-    try:
-        block_spec(config.model)
-    except ValueError as error:
-        raise unreadable(path, f"its model does not fit together: {error}") from None
-    saved_config.check_size(config, checkpoint["state_dict"], path)
-    rest = {key: checkpoint[key] for key in (saved_config.KEY, *parts) if key in checkpoint}
+    """Read a checkpoint's folder, and these parts of it too. `config` is for one that does not hold its own."""
+    checkpoint = files.read(path, map_location, ("state_dict", "training_step", KEY, *parts))
+    config = config or from_checkpoint(checkpoint, path)
+    rest = {key: checkpoint[key] for key in (KEY, *parts) if key in checkpoint}
     return Trained(path, config, checkpoint["state_dict"], checkpoint.get("training_step", {}), rest)
+
+
+def to_plain(config: RunConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return a configuration as nested dicts and lists of plain values.
+
+    A tokenizer's file may be gone when they are read, so `vocab_size` then stands in for its number of ids.
+    """
+    plain = asdict(config)
+    if config.data.tokenizer not in tokenizer_file.NAMES and config.model.vocab_size is None:
+        plain["model"]["vocab_size"] = vocab_size
+    return plain
+
+
+def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
+    """Return the configuration that the checkpoint `path` was trained with, without the weights it began from."""
+    if KEY not in checkpoint:
+        raise CheckpointError.of(
+            f"{path} does not hold the configuration that it was trained with",
+            "continue it for a step; or GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...))",
+        )
+    config, found = parsing.build(RunConfig, _upgrade(checkpoint[KEY], path))
+    if config is None:
+        cause = f"{path} holds a configuration that is not valid"
+        raise CheckpointError([Problem(f"{cause}: {finding.problem.cause}") for finding in found])
+    return replace(config, init_from=None, ckpt_path=None)
+
+
+def _upgrade(plain: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint of any version with the keys and values that there are now."""
+    if value_of(plain, "precision.name") == "auto":
+        ran = value_of(read_plain(path, "precision"), "ran")
+        fp8 = {"fast_accumulation": False, "fallback": "allow"} | plain["precision"]
+        plain = plain | {"precision": (fp8 if str(ran).startswith("fp8") else {}) | {"name": ran, "backend": "auto"}}
+    full = with_defaults(RunConfig, plain)
+    if full["optimizer"] == {"name": "adamw8bit"}:  # its state is not read, and its weights are as any
+        full["optimizer"] = {"name": "adamw_bf16"}
+    return full
+
+
+def with_defaults(cls: type[Any], plain: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the plain values of a group as its keys are now; so in the groups within it.
+
+    A key that it was saved without has its default, and one that there is no more is left out.
+    """
+    full: dict[str, Any] = {}
+    for key in fields(cls):
+        if key.default is not MISSING:
+            full[key.name] = key.default
+        elif key.default_factory is not MISSING:
+            value: Any = key.default_factory()
+            full[key.name] = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+    known = {key.name for key in fields(cls)}
+    for name in plain.keys() - known:
+        log.info("the checkpoint's %s%s is dropped: there is no such key any more", above, name)
+    full |= {name: value for name, value in plain.items() if name in known}
+    hints = hints_of(cast("Hashable", cls))
+    for name, value in full.items():
+        if isinstance(value, dict) and (group := _class_of(hints.get(name), value)) is not None:
+            full[name] = with_defaults(group, value, f"{above}{name}.")
+    return full
+
+
+def _class_of(hint: Any, group: Mapping[str, Any]) -> type[Any] | None:
+    """Return the dataclass of a group's plain values, among those of a union by its tag; None if there is none."""
+    classes: tuple[Any, ...] = kind_of(hint).classes if hint is not None else ()
+    if len(classes) < 2:
+        return classes[0] if classes else None
+    tag = tag_field(classes)
+    return next((each for each in classes if group.get(tag) in tags_of(each, tag)), None)

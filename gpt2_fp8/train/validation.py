@@ -1,4 +1,4 @@
-"""A validation of a LightningModule: sums of losses by source, and what they are logged as."""
+"""What a module computes without training: losses of a validation, by source, and logits; how metrics are logged."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn import functional
 
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.compat import lightning_private
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.training_step import TrainingStep
 
 
 class MetricLog:
-    """Logs a module's metrics under their steps, and settles a step early only if someone reads it.
-
-    Args:
-        module: in a Trainer that has begun.
-    """
+    """Logs a module's metrics under their steps, and settles a step early only if someone reads it."""
 
     def __init__(self, module: pl.LightningModule):
         self.module, self.trainer = module, module.trainer
@@ -36,16 +34,12 @@ class MetricLog:
         if not self._has_train_loss:
             assert step.last is not None
             verdict = step.last.read()
-            metrics = {"train_loss": verdict.loss}
-            if verdict.penalty is not None:
-                metrics["penalty"] = verdict.penalty
-            self.log_row(metrics, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+            penalty = {} if verdict.penalty is None else {"penalty": verdict.penalty}
+            every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self.log_row({"train_loss": verdict.loss} | penalty, every)
 
     def log_row(self, metrics: Mapping[str, float], every_n_steps: int = 1) -> None:
-        """Show metrics of a step to callbacks and the progress bar, and at intervals to the loggers, in one row.
-
-        `every_n_steps`: 0 shows the loggers nothing, as Lightning's `log_every_n_steps=0` asks for.
-        """
+        """Show metrics of a step to callbacks and the progress bar, and at intervals (0: never) to the loggers."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         for name in () if fitting else metrics:
             lightning_private.return_only(self.trainer, name)
@@ -57,12 +51,7 @@ class MetricLog:
 
 
 class Validation:
-    """Sums the losses of a validation. A sanity check leaves nothing behind.
-
-    Args:
-        module: a `GPT2Module` in a Trainer, whose validation begins.
-        metric: the name of the loss in the log.
-    """
+    """Sums the losses of a validation, logged as `metric`. A sanity check leaves nothing behind."""
 
     def __init__(self, module: Any, metric: str = "val_loss"):
         self.module, self.trainer, self.metric = module, module.trainer, metric
@@ -91,3 +80,25 @@ class Validation:
             self.module.val_loss = overall
         losses = {f"{self.metric}/{name}": loss for name, loss in zip(self._names, own, strict=False)}
         MetricLog(self.module).log_row({self.metric: overall} | losses)
+
+
+def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
+    """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
+
+    They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
+    another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
+    """
+    if ids.dim() != 2:
+        remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
+        raise UserError.of(f"ids have the shape {list(ids.shape)}, and the model takes [sequences, tokens]", remedy)
+    tokens, n_positions = ids.shape[1], step.config.model.n_positions
+    if tokens > n_positions:
+        raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
+    in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
+    with step.evaluation.forwards() as model:
+        if in_fp8 and not step.scaling.ready:
+            raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
+        if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
+            ids = functional.pad(ids, (0, n_positions - tokens))
+        found: Tensor = model(ids)
+    return found[:, :tokens, :vocab_size]

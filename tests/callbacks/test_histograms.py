@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_fp8.engine import histograms
+from gpt2_fp8.callbacks import histograms
 from tests.runs import recorded
 
 pytestmark = pytest.mark.whole

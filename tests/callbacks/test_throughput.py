@@ -15,7 +15,7 @@ from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.runtime.moments import GapClock
-from gpt2_fp8.train import build
+from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
 from tests.runs import EMULATED_FP8, metrics, train
 
@@ -128,8 +128,8 @@ class Read(pl.Callback):
 @pytest.fixture
 def train_with(tmp_path, monkeypatch):
     def run(callback, *words):
-        chosen = build._chosen
-        monkeypatch.setattr(build, "_chosen", lambda *of: [*chosen(*of), callback])
+        chosen = setup._chosen
+        monkeypatch.setattr(setup, "_chosen", lambda *of: [*chosen(*of), callback])
         train(tmp_path, *words)
         return callback
 

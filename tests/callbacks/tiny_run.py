@@ -28,8 +28,8 @@ from gpt2_fp8.checkpoint.files import read_manifest
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_files
+from gpt2_fp8.train.trainer import FolderCheckpointIO
 from tests import forkserver
 from tests.ports import free_port
 

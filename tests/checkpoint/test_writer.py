@@ -16,7 +16,7 @@ from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
+from gpt2_fp8.train.trainer import FolderCheckpointIO
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
 

@@ -14,7 +14,6 @@ from gpt2_fp8.engine.divergence import (
     DivergencePolicy,
     LossStatistics,
     RollBack,
-    advice,
 )
 from gpt2_fp8.engine.step import Verdict
 
@@ -77,24 +76,6 @@ def test_the_second_time_ends_the_run_whichever_it_is():
         with pytest.raises(Diverged, match=r"precision=bf16 may help"):
             run(it, *second)
         assert it.rollbacks == 1
-
-
-def test_what_may_help_names_the_penalties_and_only_a_checkpoint_that_is_there():
-    assert advice().endswith("may help, from the start")
-    told = advice(["penalty.z_loss=1e+30", "penalty.logit_l2=0.1"], "outputs/x/checkpoints/step-00000004")
-    assert "a lower optim.lr, a lower penalty.z_loss than 1e+30, a lower penalty.logit_l2 than 0.1, a longer" in told
-    assert told.endswith("from an earlier checkpoint of this run: ckpt_path=outputs/x/checkpoints/step-00000004")
-
-
-def test_a_checkpoint_to_begin_from_is_older_than_the_trouble():
-    asked = []
-    it = DivergencePolicy(3, 6.0, 4, lambda line: None, lambda step: f"from {asked.append(step)}")
-    with pytest.raises(RollBack):
-        run(it, GOOD, GOOD, BAD, BAD, BAD)
-    it.start_again()
-    with pytest.raises(Diverged, match="; from None"):
-        run(it, GOOD, BAD, BAD, BAD, start=3)
-    assert asked == [3]
 
 
 def test_a_loss_that_stays_high_leads_back_to_before_the_first():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_fp8.engine import histograms
+from gpt2_fp8.callbacks import histograms
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (257, 33), (1, 1)])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.engine.run_watch import QUARTER, RECENT, WAITS, RunWatch, plateau, spike_limit
+from gpt2_fp8.engine.red_flags import QUARTER, RECENT, WAITS, RunWatch, plateau, spike_limit
 
 WARM_UP = 15
 

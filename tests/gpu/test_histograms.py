@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.engine import histograms
+from gpt2_fp8.callbacks import histograms
 from gpt2_fp8.runtime import devices
 from tests.runs import metrics, train
 

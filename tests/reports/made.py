@@ -4,7 +4,7 @@ import csv
 import json
 from pathlib import Path
 
-from gpt2_fp8.train.summary import Checkpoints, Precision, Summary
+from gpt2_fp8.train.run_end import Checkpoints, Precision, Summary
 
 TOKENS = 100  # a step
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.train.saved_config import from_checkpoint
+from gpt2_fp8.train.trained import from_checkpoint
 from tests.runs import checkpoint, summary, train, training_step
 
 pytestmark = pytest.mark.whole

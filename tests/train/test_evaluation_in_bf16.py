@@ -7,8 +7,8 @@ import torch
 
 from gpt2_fp8 import evaluate
 from gpt2_fp8.callbacks import samples
-from gpt2_fp8.engine.logits import logits
-from gpt2_fp8.train import saved_config
+from gpt2_fp8.train import trained
+from gpt2_fp8.train.validation import logits
 from tests.runs import (
     EMULATED_FP8,
     IDS_OF_BYTES,
@@ -79,7 +79,7 @@ def test_a_run_that_is_validated_otherwise_from_here_on_says_so_once(tmp_path, c
 
 
 def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, caplog, monkeypatch):
-    plain = saved_config.to_plain
+    plain = trained.to_plain
 
     def without_the_key(*args):
         found = plain(*args)
@@ -87,7 +87,7 @@ def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, cap
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(saved_config, "to_plain", without_the_key)
+        patch.setattr(trained, "to_plain", without_the_key)
         train(tmp_path, *FP8)
     caplog.clear()
     train(tmp_path, *IN_BF16, "ckpt_path=last", "trainer.max_steps=16")

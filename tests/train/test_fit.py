@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8 import compose
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
-from gpt2_fp8.train import build, loading
+from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
 from tests.runs import (
@@ -59,20 +58,6 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
     assert list(folder.glob("tensorboard/events.out.*"))
     assert "instead of fp8_hybrid" in caplog.text
     assert "sample at step 12" in caplog.text
-
-
-def test_a_folder_that_another_run_took_after_the_command_line_was_checked_is_left_alone(tmp_path):
-    """While this process was loading torch, the same command has run elsewhere and ended."""
-    folder = tmp_path / "run"
-    (config,) = compose.preflight([*SMALL, "run_name=run"])
-    train_until(4, folder)
-    saved = read_weights(checkpoint(folder, 4))
-    with pytest.raises(UserError, match="already holds a run, saved up to step-00000004"):
-        loading.train(config, folder, words=["run_name=run"])
-    assert [path.name for path in folder.glob("checkpoints/step-*")] == ["step-00000004"]
-    assert summary(folder)["steps"] == 4
-    after = read_weights(checkpoint(folder, 4))
-    assert all(torch.equal(after[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +305,7 @@ def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monke
             loss = loss * float("nan")
         original(self, loss, *args, **kwargs)
 
-    built, models = build.build_trainer, []
+    built, models = setup.build_trainer, []
 
     def build_trainer(*args):
         assert [model for model in models if model() is not None] == [], "the former one is gone, with its memory"
@@ -330,7 +315,7 @@ def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monke
         configure(self)
         models.append(weakref.ref(self.model))
 
-    monkeypatch.setattr(build, "build_trainer", build_trainer)
+    monkeypatch.setattr(setup, "build_trainer", build_trainer)
     monkeypatch.setattr(GPT2Module, "configure_model", configure_model)
     monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
     train(tmp_path / "run", "callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=100")

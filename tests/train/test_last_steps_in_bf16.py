@@ -8,7 +8,7 @@ import pytest
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train import hf_export
+from gpt2_fp8.train import huggingface
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.ranks import BATCH, TWO, run
 from tests.runs import (
@@ -103,7 +103,7 @@ def test_what_is_counted_is_what_ran(tmp_path):
     ):
         train(tmp_path, *EMULATED_FP8, *words, "ckpt_path=last")
         assert summary(tmp_path)["precision"]["last_in_bf16"] == counted
-        hf_export.export(tmp_path, tmp_path / f"out-{counted}")
+        huggingface.export(tmp_path, tmp_path / f"out-{counted}")
         said = f", the last {counted} steps in bf16" if counted else ""
         assert f"recipe delayed{said} |" in (tmp_path / f"out-{counted}" / "README.md").read_text()
 

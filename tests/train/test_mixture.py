@@ -8,7 +8,7 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train.saved_config import from_checkpoint
+from gpt2_fp8.train.trained import from_checkpoint
 from tests.data.corpora import write_jsonl
 from tests.data.token_files_made import llm_c, nano, some_ids
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, read, summary, train, train_until

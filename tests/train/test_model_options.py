@@ -8,7 +8,7 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.saved_config import from_checkpoint, to_plain, with_defaults
+from gpt2_fp8.train.trained import from_checkpoint, to_plain, with_defaults
 from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train, train_until
 
 OPTIONS = [

@@ -9,7 +9,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.train import saved_config
+from gpt2_fp8.train import trained
 from tests.runs import (
     SMALL,
     assert_same_checkpoint,
@@ -106,11 +106,11 @@ def test_a_penalty_that_is_not_finite_skips_the_update():
 
 def test_a_checkpoint_from_before_there_were_penalties_has_none(tmp_path):
     (config,) = compose.preflight([*SMALL])
-    plain = saved_config.to_plain(config)
+    plain = trained.to_plain(config)
     assert plain.pop("penalty") == {"z_loss": 0.0, "logit_l2": 0.0, "activation_l1": 0.0}
-    assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig()
+    assert trained.from_checkpoint({trained.KEY: plain}, tmp_path).penalty == PenaltyConfig()
     plain["penalty"] = {"z_loss": 0.5}
-    assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig(z_loss=0.5)
+    assert trained.from_checkpoint({trained.KEY: plain}, tmp_path).penalty == PenaltyConfig(z_loss=0.5)
 
 
 def test_a_penalty_that_makes_a_run_diverge_is_named_and_no_checkpoint_is_promised(tmp_path):

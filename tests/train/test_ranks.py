@@ -405,10 +405,10 @@ def refused(ends, cause):
 
 OF_RANK_1 = 'os.environ["RANK"] == "1"'
 OTHER = f"""
-from gpt2_fp8.train import build
+from gpt2_fp8.train import setup
 if {OF_RANK_1}:
-    versions = build._versions
-    build._versions = lambda plan: versions(plan) | {{"attention": "other"}}
+    versions = setup._versions
+    setup._versions = lambda plan: versions(plan) | {{"attention": "other"}}
     sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
 """
 

@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.pointers import folder_name
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.train.fit import checkpoint_before, is_sound
+from gpt2_fp8.train.fit import checkpoint_before
 
 
 def write(folder, step, weight=1.0, moment=1.0):
@@ -71,7 +71,6 @@ def test_one_of_the_midst_serves_where_there_is_none_before_and_no_update_was_ma
 @pytest.mark.parametrize("spoil", [{"weight": float("nan")}, {"weight": float("inf")}, {"moment": float("nan")}])
 def test_what_is_not_finite_is_left_out(folder, spoil):
     write(folder, 30, **spoil)
-    assert not is_sound(folder / "step-00000030")
     assert found(folder, 35) == "step-00000020"
 
 

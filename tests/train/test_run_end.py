@@ -14,8 +14,15 @@ from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.runtime.slurm import LeftToRankZero, Requeued
-from gpt2_fp8.train.run_end import RunEnd, end_of_process, result_line
-from gpt2_fp8.train.summary import Checkpoints, DivergenceReport, Precision, Summary
+from gpt2_fp8.train.run_end import (
+    Checkpoints,
+    DivergenceReport,
+    Precision,
+    RunEnd,
+    Summary,
+    end_of_process,
+    result_line,
+)
 from tests.runs import summary
 
 RESULT = (

@@ -6,8 +6,8 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train import length as run_length
-from gpt2_fp8.train.saved_config import from_checkpoint, to_plain
+from gpt2_fp8.train import setup as run_length
+from gpt2_fp8.train.trained import from_checkpoint, to_plain
 from tests.runs import SMALL, metrics, summary, train
 
 STEP = 8 * 32  # tokens

@@ -76,9 +76,9 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     folder = tmp_path / "run"
     words = [*FEW, *HISTOGRAMS, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
     train_until(4, folder, *words)
-    first = services.remembered(folder, "wandb")
+    first = services.read_run_id(folder, "wandb")
     train(folder, *words, "ckpt_path=last")
-    assert services.remembered(folder, "wandb") == first
+    assert services.read_run_id(folder, "wandb") == first
     assert identifiers_of(folder) == [{first}, {first}]
     rows = rows_of(folder)
     losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
@@ -95,7 +95,7 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
         (config,) = compose.preflight([*SMALL, *FEW, f"seed={seed}", "logger=[csv,wandb,mlflow]"])
         loading.train(config, folder, words=[f"seed={seed}"])
     for service in ("wandb", "mlflow"):
-        ids = {services.remembered(folder, service) for folder in folders}
+        ids = {services.read_run_id(folder, service) for folder in folders}
         assert len(ids) == 2
         assert None not in ids
     assert [len(list(folder.glob("wandb/offline-run-*"))) for folder in folders] == [1, 1]
@@ -123,7 +123,7 @@ def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     uri = f"sqlite:///{tmp_path}/store.db"
     words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
     train(folder, *words)
-    run_id = services.remembered(folder, "mlflow")
+    run_id = services.read_run_id(folder, "mlflow")
     train(folder, *words, "ckpt_path=last", "trainer.max_steps=8")
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
@@ -145,7 +145,7 @@ def test_losses_are_the_same_with_and_without(tmp_path):
 class Away(Remote):
     """A service that does not answer, or answers with an error."""
 
-    title, undelivered = "W&B", "it is lost"
+    name, undelivered = "W&B", "it is lost"
 
     def __init__(self, begin):
         super().__init__(compose.preflight(["run_name=x"])[0], Path("x"), in_sweep=False, resumed=False)
@@ -206,9 +206,3 @@ def test_a_missing_library_is_said_before_torch(name, library, monkeypatch):
         compose.preflight([*SMALL, f"logger={name}"])
     assert f'pip install -e ".[{name}]"' in str(caught.value)
     assert replace(config) == config
-
-
-def test_a_damaged_note_of_runs_is_none(tmp_path):
-    for text in ('{"wandb": 3}', "[]", "{"):
-        (tmp_path / services.FILE).write_text(text)
-        assert services.remembered(tmp_path, "wandb") is None

@@ -1,0 +1,188 @@
+"""To and from Hugging Face: a folder that transformers loads without any code of ours, and the weights of one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpt2_fp8.checkpoint import files, hf_folder, load, pointers
+from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config import hf_config, mixture, tokenizer_file
+from gpt2_fp8.config.block_spec import block_spec
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.data_schema import HubData
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.hf_config import Architecture
+from gpt2_fp8.config.run_length import tokens_a_step
+from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.shown import counted
+from gpt2_fp8.data import tokenizer_export
+from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
+from gpt2_fp8.model import hf_names
+from gpt2_fp8.model.hf_names import Place
+from gpt2_fp8.train import trained
+from gpt2_fp8.train.trained import Trained
+
+_SHOWN = 5  # tensors that differ; a list of all of them helps nobody
+CARD = """\
+---
+{metadata}
+---
+# {name}
+
+A language model trained {how} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
+nobody has looked at what it says: it repeats what its text has, wrong or harmful parts too.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+ids = tokenizer("The", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True, top_k=50)[0]))
+```
+
+Weights are in float32, computed by `{architecture}`. Before each document in training stood the token that ends the one
+before; no other token was added.
+"""
+
+
+def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: str | None = None) -> str:
+    """Write the weights of `source` to `folder`, float32, with tokenizer and model card; returns in a line what.
+
+    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card.
+    """
+    found = trained.read(trained.find_checkpoint(source), "precision", "TokenDataModule")
+    config, ids = found.config, vocabulary(found.config)
+    architecture = choose_architecture(config.model, found.path)
+    theirs = hf_names.to_hf(found.weights, hf_names.places(config.model, architecture, ids))
+    separator = tokenizer_file.separator(config.data.tokenizer)
+    count = sum(tensor.numel() for tensor in theirs.values())
+    others = _tokenizer_files(config, found.parts.get("TokenDataModule", {})) if with_tokenizer else {}
+    others["README.md"] = _model_card(found, count, architecture.name, license_id).encode()
+    hf_folder.write(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
+    crossing = "; trained with document_mask=true, while transformers attends across documents"
+    said = f"{folder}: {architecture.name}, {count:,} parameters, from {found.path}"
+    return said + (crossing if config.document_mask else "")
+
+
+def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
+    """Return the architecture that computes a model, or raise UserError with what the nearest one lacks."""
+    spec = block_spec(model)
+    misfits = {architecture: hf_config.misfits(spec, architecture) for architecture in hf_config.ARCHITECTURES}
+    best = min(misfits, key=lambda architecture: len(misfits[architecture]))
+    if misfits[best]:
+        cause = f"{path}: no class of Hugging Face's computes model={model.name}: {best.name}, the nearest, has "
+        raise UserError.of(
+            cause + ", ".join(misfits[best]), "train with the options of one of them (docs/huggingface.md)"
+        )
+    return best
+
+
+def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes]:
+    """Return the files of a run's tokenizer, which must be the one of the checkpoint's text, `data`."""
+    name, remedy = config.data.tokenizer, "set it back as it was; or --no-tokenizer writes the weights alone"
+    try:
+        found = tokenizer_export.files_of(name, config.model.n_positions)
+        now = fingerprint(load_tokenizer(name))
+    except UserError as error:
+        raise UserError([Problem(problem.cause, remedy) for problem in error.problems]) from None
+    if data.get("fingerprint", {}).get("tokenizer", now) != now:
+        raise UserError.of(f"data.tokenizer={name} is not what it was when the run was trained", remedy)
+    return found
+
+
+def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
+    """Return Hugging Face's README.md of a model: what its run knows of it. `parameters`: without padding."""
+    config, manifest, data = found.config, read_manifest(found.path), found.config.data
+    step = int(manifest["global_step"])
+    begun = found.parts[trained.KEY].get("init_from")
+    repos = sorted({source.repo for _, source in mixture.sources_of(data) if isinstance(source, HubData)})
+    rows = {
+        "model": f"{config.model.name}: {config.model.n_layer} layers of {config.model.n_embd}, "
+        f"{config.model.n_head} heads",
+        "began from": begun or "",
+        "parameters": f"{parameters:,}",
+        "context": f"{config.model.n_positions:,} tokens",
+        "tokenizer": data.tokenizer,
+        "text": data.name + (f" ({', '.join(repos)})" if repos else ""),
+        "trained on": f"{step * tokens_a_step(config):,} tokens: {step:,} steps of {config.global_batch_size:,} "
+        "sequences",
+        **_computed(found),
+        "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
+        f"weight decay {config.optim.weight_decay:g}",
+        "seed": str(config.seed),
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.get("written_by", {}).items()),
+    }
+    metadata = [] if license_id is None else [f"license: {json.dumps(license_id)}"]
+    metadata += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
+    if repos:
+        metadata += ["datasets:", *(f"- {json.dumps(repo)}" for repo in repos)]
+    return CARD.format(
+        metadata="\n".join(metadata),
+        name=config.model.name,
+        how="from scratch" if begun is None else "further",
+        table="\n".join(f"| {key} | {value} |" for key, value in rows.items() if value),
+        architecture=architecture,
+    )
+
+
+def _computed(found: Trained) -> dict[str, str]:
+    """Return the card's rows of what the run computed in, and of its validation loss."""
+    said, in_bf16 = found.parts.get("precision", {}), found.step.get("last_in_bf16", 0)
+    ran, asked = said.get("ran", ""), found.config.precision
+    recipe = f", recipe {said['recipe']}" if said.get("recipe") else ""
+    last = f", the last {counted(in_bf16, 'step')} in bf16" if in_bf16 else ""
+    rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
+    noted = pointers.read_note(found.path)
+    if noted is not None and noted.val_loss is not None:
+        evaluated = isinstance(asked, FP8PrecisionConfig) and asked.evaluation == "bf16" and ran.startswith("fp8")
+        loss = f"{noted.val_loss:.4f} nats a token, perplexity {math.exp(min(noted.val_loss, 700)):,.2f}"
+        rows["validation loss"] = loss + (f", computed in {'bf16' if evaluated else ran}" if ran else "")
+    return rows
+
+
+def import_weights(source: Path, folder: Path, config: RunConfig) -> str:
+    """Write the weights of `source` as the checkpoint `folder`, float32, of step 0; returns in a line what.
+
+    `config`: a run's, with the folder's model.
+    """
+    ids = vocabulary(config)
+    weights = read_weights(source, config.model, ids)
+    plain = trained.to_plain(config, ids)
+    files.write(folder, {"state_dict": weights, trained.KEY: plain, "global_step": 0})
+    count = sum(weight.numel() for weight in weights.values())
+    return f"{folder}: a checkpoint of {config.model.name}, {count:,} parameters with padding, from {source}"
+
+
+def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """Return the weights of `path`, a checkpoint of ours or a Hugging Face folder, float32, by our names.
+
+    Raises CheckpointError for weights that are damaged, or no weights of the model.
+    """
+    if not hf_config.is_folder(path):
+        return load.read_weights(path)
+    architecture, _ = hf_config.read_folder(path)
+    where = hf_names.places(model, architecture, vocab_size)
+    with hf_folder.open_weights(path) as tensors:
+        stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)
+        if differences := list(_differences(where, {name: tensors.shapes[key] for name, key in stored.items()})):
+            raise hf_folder.weights_error(path, differences[:_SHOWN])
+        return {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
+
+
+def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield what is missing, of another shape, or too much."""
+    wanted = {name: shape for place in where for name, shape in place.stored().items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
+            there, needed = (str(of.get(name, "nothing")) for of in (given, wanted))
+            yield f"{name} is {there} there, and the model has {needed}"

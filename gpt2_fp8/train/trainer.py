@@ -1,0 +1,235 @@
+"""Lightning's Trainer: what a run tells it, its processes included, and what one's own must not contradict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.compat import lightning_private
+from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.run_length import last_step, steps_to_run
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.fp8.base import Device
+from gpt2_fp8.fp8.resolve import Plan
+from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
+from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
+
+_QUIET = (
+    *("lightning.pytorch", "lightning.fabric"),
+    *("datasets", "huggingface_hub", "httpx", "httpx2"),  # a line for each file and each request
+)
+_LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps
+
+
+def build_trainer(
+    config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], loggers: list[Logger]
+) -> pl.Trainer:
+    """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
+    options = config.trainer
+    several = ranks.current().several or devices.devices(config, plan.device) * options.num_nodes > 1
+    return pl.Trainer(
+        accelerator=plan.device,
+        devices=count_devices(config, plan.device),
+        num_nodes=options.num_nodes,
+        strategy=RanksStrategy() if several else options.strategy,
+        max_steps=steps_to_run(config),
+        max_epochs=-1,
+        val_check_interval=min(options.val_check_interval, last_step(config)),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        limit_val_batches=0 if config.data.val_sequences == 0 else None,
+        log_every_n_steps=options.log_every_n_steps,
+        deterministic=options.deterministic,
+        fast_dev_run=options.fast_dev_run,
+        profiler=options.profiler,
+        plugins=[RunPrecision(plan), FolderCheckpointIO(), _environment(plan.device)],
+        callbacks=callbacks,
+        logger=loggers,
+        enable_checkpointing=not options.fast_dev_run,
+        enable_progress_bar=any(isinstance(callback, LightningBar) for callback in callbacks),
+        enable_model_summary=False,
+        enable_autolog_hparams=False,  # they lie in the run's folder, and in its checkpoints
+        inference_mode=False,  # delayed scaling's tensors may be allocated in validation and change in training
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
+
+
+def count_devices(config: RunConfig, on: Device) -> int:
+    """Return the number of devices that this process has to see, for Lightning."""
+    place = ranks.current()
+    if on == "cuda" and place.several:
+        return min(place.local_world_size, torch.cuda.device_count())
+    return devices.devices(config, on)
+
+
+def _environment(on: Device) -> ClusterEnvironment:
+    """Return who the processes are, whatever Lightning would detect. Raises UserError if they are more than GPUs."""
+    place = ranks.current()
+    if not place.several:
+        return LightningEnvironment()
+    on_gpu = on == "cuda"
+    return LaunchedEnvironment(devices.place(place, torch.cuda.device_count()) if on_gpu else place.local_rank)
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Saves and loads checkpoints as folders of safetensors and JSON, for `Trainer(plugins=[FolderCheckpointIO()])`.
+
+    Nothing is pickled or unpickled.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` as the folder `path`, or give it to `storage_options`, a function (path, checkpoint).
+
+        Lightning calls it only on global rank zero, with the `storage_options` of `Trainer.save_checkpoint`. Without a
+        function, `files.write` does it: complete and durable when it returns.
+        """
+        write = files.write if storage_options is None else storage_options
+        write(path, checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
+        return files.read(path, map_location)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete the folder `path`, if it is a checkpoint."""
+        files.remove(path)
+
+
+def write_folders(trainer: pl.Trainer) -> None:
+    """Have a Trainer write and read folders where it would pickle, as Lightning does by itself."""
+    io = trainer.strategy.checkpoint_io
+    is_async = isinstance(io, AsyncCheckpointIO)
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    if isinstance(inner, TorchCheckpointIO):
+        folders = FolderCheckpointIO()
+        trainer.strategy.checkpoint_io = AsyncCheckpointIO(folders) if is_async else folders
+
+
+class LaunchedEnvironment(TorchElasticEnvironment):
+    """Processes that a launcher has started: their number is the launcher's. `index`: of this one's device."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+
+    def local_rank(self) -> int:
+        """Return the index of this process's device among those that it sees, which may be one (srun)."""
+        return self._index
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept any number of devices."""
+
+
+class RanksStrategy(DDPStrategy):
+    """DDP that forms its process group where the ranks have met, so that each generation has a new one."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=collectives.GROUP_TIMEOUT)
+
+    def setup_environment(self) -> None:
+        """Form the group. Ranks of Lightning's own launcher, under a script, form it themselves."""
+        met = rendezvous.joined()
+        if met is not None and not torch.distributed.is_initialized():
+            on_gpu = self.root_device.type == "cuda"
+            torch.distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=met.group_store(),
+                rank=met.ranks.rank,
+                world_size=met.ranks.world_size,
+                timeout=collectives.GROUP_TIMEOUT,
+                device_id=self.root_device if on_gpu else None,
+            )
+        super().setup_environment()
+
+
+def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
+    """Raise UserError with everything in which `trainer`, which may be anyone's, contradicts `config`.
+
+    It may stop earlier. Lightning itself refuses to clip or accumulate gradients under manual optimization.
+    """
+    found = list(_check_precision(trainer, config))
+    if lightning_private.forks_or_spawns(trainer.strategy.launcher):
+        cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
+        found.append(Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1"))
+    if trainer.state.fn == TrainerFn.FITTING:
+        found += [*_check_devices(trainer, config), *_check_length(trainer, config), *_check_parts(trainer, config)]
+    if found:
+        raise UserError(found)
+    check_batch(config, trainer.world_size)
+
+
+def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, RunPrecision):
+        name = type(plugin).__name__ if isinstance(plugin, FP8Precision) else repr(plugin.precision)
+        cause = f"the Trainer's precision is {name}, and the configuration's {config.precision.name}"
+        yield Problem(cause, "Trainer(plugins=[FP8Precision.from_config(config), ...]), without precision=")
+        return
+    of = plugin.plan.backend.config
+    if (of.model, of.precision, of.recipe) != (config.model, config.precision, config.recipe):
+        cause = "the Trainer's FP8Precision is of another configuration than the module"
+        yield Problem(cause, "build both from one: FP8Precision.from_config(config), GPT2Module(config)")
+    if (kind := trainer.strategy.root_device.type) != plugin.plan.device:
+        yield Problem(f"the Trainer computes on {kind!r}, and FP8Precision was made for {plugin.plan.device!r}")
+
+
+def _check_devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find other ranks than those that divide the text, or that divide the model."""
+    options, number = config.trainer, count_devices(config, devices.device(config))
+    if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, number):
+        cause = f"the Trainer has {trainer.num_devices} devices on each of {trainer.num_nodes} machines, and the "
+        cause += f"configuration trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}"
+        yield Problem(cause, f"trainer.devices={trainer.num_devices}, trainer.num_nodes={trainer.num_nodes}")
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        cause = f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model"
+        yield Problem(cause, "Trainer(strategy='ddp') on several GPUs, 'auto' on one")
+
+
+def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find a Trainer that goes on after the schedule's end. A whole run is one epoch."""
+    steps, epochs = last_step(config), trainer.max_epochs or 0
+    if trainer.max_steps > steps:
+        cause = f"Trainer(max_steps={trainer.max_steps}) goes on after the end of trainer.max_steps={steps}"
+        yield Problem(cause, f"load_config('trainer.max_steps={trainer.max_steps}')")
+    if epochs > 1 and not (epochs == _LIGHTNINGS_OWN and trainer.max_steps == -1):
+        cause = f"Trainer(max_epochs={epochs}): a whole run of trainer.max_steps={steps} is one epoch"
+        yield Problem(cause, f"max_epochs=1; for as many steps, load_config('trainer.max_steps={epochs * steps}')")
+
+
+def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find other text than the configuration's, and averaged weights, which no checkpoint would give back."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            yield Problem(f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds "
+                          "one's", "leave it out")  # fmt: skip
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, TokenDataModule) or not data.is_of(config):
+        cause = "the module trains on a TokenDataModule of its own configuration, and the Trainer has none"
+        yield Problem(cause, "Trainer.fit(module, datamodule=TokenDataModule.from_config(config))")
+
+
+def quiet_logs() -> None:
+    """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
+    devices.reset_peak_host()
+    if not ranks.is_first_rank():
+        logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
+    lightning_private.ignore_warnings()
