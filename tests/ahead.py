@@ -26,7 +26,7 @@ def trained(step, batches, wrong, ahead):
     `wrong(step, number)` is called after a batch's gradients. Returns the numbers of the batches whose gradients were
     computed, and what was settled.
     """
-    of_step, computed, settled = step._gradients.of_step, [], []
+    of_step, computed, settled = step.attempts._gradients.of_step, [], []
 
     def spoiled(text, size):
         loss = of_step(text, size)
@@ -35,7 +35,7 @@ def trained(step, batches, wrong, ahead):
         wrong(step, number)
         return loss
 
-    step._gradients.of_step = spoiled
+    step.attempts._gradients.of_step = spoiled
     step.on_settled.append(lambda result: settled.append(repr((result.read(), result.first, result.lr))))
     for batch in batches:
         step(batch)

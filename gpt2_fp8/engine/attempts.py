@@ -1,20 +1,24 @@
-"""An attempt at a step: its gradients, in the precision whose turn it is, and how they are taken back. Plain torch."""
+"""An attempt at a step: its gradients, in the precision whose turn it is and in micro-batches that fit. Plain torch."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Undo
-from gpt2_fp8.runtime import rng
+from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap, GapClock
 
 log = logging.getLogger(__name__)
+
+IN_BF16 = "micro_batch_size in bf16"
 
 
 class Attempt(NamedTuple):
@@ -32,11 +36,19 @@ class Attempt(NamedTuple):
 class Attempts:
     """Makes attempts at steps. Collective.
 
+    Tokens per step, their order and the schedule do not depend on the sizes of micro-batches, which only fall.
+
     Args:
         plan: what computes.
-        gradients, batching: compute.
+        gradients: computes.
+        share: sequences of a step that this rank computes.
+        size: sequences of a micro-batch, as the settings ask for.
+        optimizer_state: allocates as much memory as the first update will need for the optimizer's state. It is held
+            while the first gradients are computed. Otherwise a size could fit only because there is no optimizer state
+            yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
 
     Attributes:
+        training: the size of a micro-batch.
         steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
@@ -46,37 +58,130 @@ class Attempts:
         gaps: tells the gap before an attempt.
     """
 
-    def __init__(self, plan: Plan, gradients: Gradients, batching: MicroBatching):
+    def __init__(
+        self,
+        plan: Plan,
+        gradients: Gradients,
+        share: int,
+        size: int,
+        optimizer_state: Callable[[], list[Tensor]] = list,
+    ):
         self.plan, self.scaling = plan, gradients.scaling
-        self._gradients, self._batching = gradients, batching
+        self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
+        self._asked = size
+        self.training = Fitting(size, "micro_batch_size", share)
+        self._in_bf16: Fitting | None = None
         self.steps_in_fp8 = self.last_in_bf16 = 0
         self.ahead, self.computing, self.computing_again = True, False, False
         self.gaps = GapClock()
 
-    def __call__(self, ids: Tensor, done: int, first: bool) -> Attempt:
-        """Compute the gradients of the step after `done` steps; `first`: of this process.
+    def make(self, ids: Tensor, done: int, first: bool = False, gap: Gap | None = None) -> Attempt:
+        """Compute the gradients of the step after `done` steps, averaged over the ranks; `first`: of this process.
 
-        An error, and the Interrupted of a signal, leave no gradients, and random numbers and scales as they were.
+        `gap`: before an attempt at this step that was taken back. An error, and the Interrupted of a signal, leave no
+        gradients, and random numbers and scales as they were.
         """
-        random, gap = rng.capture_torch(), self.gaps.step_begins(ids.device)
+        random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
+        undo, absurd = _nothing, None
         self.computing = True
         try:
-            loss, absurd = self._computed(ids, done, first)
+            if self.plan.fp8 and not self.in_fp8(done):
+                if first or done == self.steps_in_fp8:
+                    log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
+                loss = self.in_bf16(ids, many=True)
+            else:
+                self.find_scales(ids)
+                undo = self.scaling.remember()
+                loss = self.in_own_precision(ids, undo)
+                absurd = self.scaling.absurd(self.parts)
         except BaseException:
             self._gradients.discard()
+            undo()
             rng.restore_torch(random)
             raise
         finally:
             self.computing = False
-        return Attempt(ids, loss, absurd, random, self._gradients.take_undo(), self._batching.parts(), gap)
+        return Attempt(ids, loss, absurd, random, undo, self.parts, gap)
 
-    def _computed(self, ids: Tensor, done: int, first: bool) -> tuple[Tensor, Tensor | None]:
-        if self.plan.fp8 and not self.in_fp8(done):
-            if first or done == self.steps_in_fp8:
-                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
-            return self._batching.gradients_in_bf16(ids, many=True), None
-        self.find_scales(ids)
-        return self._batching.gradients(ids), self.scaling.absurd(self._batching.parts())
+    def in_own_precision(self, ids: Tensor, undo: Undo) -> Tensor:
+        """Compute what `Gradients.of_step` does, averaged over the ranks. Collective. `undo`: see `Attempt`."""
+
+        def discard() -> None:
+            self._gradients.discard()
+            undo()
+
+        beside = list if self.training.proven else self._optimizer_state
+        loss = self.training(partial(self._gradients.of_step, ids), discard, beside=beside)
+        self._agree()
+        return loss
+
+    def in_bf16(self, ids: Tensor, many: bool = False) -> Tensor:
+        """Compute what `Gradients.of_step_in_bf16` does, averaged over the ranks. Collective.
+
+        Its layers may keep more memory than those that compute in FP8, so it has its own size. Where that does not fit
+        beside the CUDA graphs, their memory is freed first. With `many` it is freed in any case: none in FP8 follows.
+        """
+        if self._in_bf16 is None:
+            self._in_bf16 = Fitting(self.training.size, IN_BF16, self._share)
+        if many:
+            self._in_bf16.saves = "precision.bf16_last_steps=0"
+            self._gradients.release_graphs()
+
+        def discard() -> bool:
+            freed = collectives.any_rank(self._gradients.release_graphs())  # a validation may have freed one rank's
+            if freed:
+                log.warning("no room for a step in bf16 beside training's CUDA graphs: they are recorded again")
+            self._gradients.discard()
+            return freed
+
+        loss = self._in_bf16(partial(self._gradients.of_step_in_bf16, ids, many=many), discard)
+        self._agree()
+        return loss
+
+    def _agree(self) -> None:
+        self._gradients.exchange.end()
+        self.scaling.agree()
+
+    def find_scales(self, ids: Tensor) -> None:
+        """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration.
+
+        Collective. A calibration is the first thing that a run of an FP8 recipe computes, and so the first that may not
+        fit. `ids` may belong to a validation, but its size must be one with which training can go on.
+        """
+        if self.scaling.ready:
+            return
+        if not self.scaling.take():
+            discard = self._gradients.discard
+            try:
+                self.training(lambda size: self._gradients.calibrate(ids, size), discard, proves_size=False)
+            except BaseException:
+                discard()
+                raise
+            self.scaling.agree()
+            self.scaling.ready = True
+
+    def again_in_bf16(self, attempt: Attempt) -> Tensor:
+        """Compute a step's gradients again, from scales as they were before it. Returns its loss."""
+        attempt.undo()
+        self.computing_again = True
+        try:
+            return self.in_bf16(attempt.ids)
+        except BaseException:
+            self._gradients.discard()
+            raise
+        finally:
+            self.computing_again = False
+
+    def take_back(self, attempt: Attempt) -> None:
+        """Leave gradients, scales and random numbers as they were before `attempt`, which must be the newest."""
+        self._gradients.exchange.give_up()
+        attempt.undo()
+        rng.restore_torch(attempt.random)
+
+    @property
+    def parts(self) -> int:
+        """The number of micro-batches of the last step."""
+        return -(-self._share // self.training.size)
 
     def in_fp8(self, done: int) -> bool:
         """Return whether the step after `done` steps computes in FP8."""
@@ -93,27 +198,21 @@ class Attempts:
         in whose memory gradients in FP8 lie, so the step before it must be settled.
         """
         first_in_bf16 = self.plan.fp8 and done == self.steps_in_fp8
-        return self.ahead and self._batching.training.proven and not first_in_bf16
+        return self.ahead and self.training.proven and not first_in_bf16
 
-    def find_scales(self, ids: Tensor) -> None:
-        """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
-        if self.scaling.ready:
-            return
-        if not self.scaling.take():
-            self._batching.calibrate(ids)
-            self.scaling.ready = True
+    def state_dict(self) -> dict[str, int]:
+        """Return the micro-batch size that was asked for, and the one that fits; also in bf16, once that is known."""
+        in_bf16 = {} if self._in_bf16 is None else {"fits_in_bf16": self._in_bf16.size}
+        return {"asked": self._asked, "fits": self.training.size, **in_bf16}
 
-    def take_back(self, attempt: Attempt) -> None:
-        """Leave gradients, scales and random numbers as they were before `attempt`, which must be the newest."""
-        self._gradients.model.zero_grad(set_to_none=True)
-        attempt.undo()
-        rng.restore_torch(attempt.random)
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin with the size that fitted before, if the same size was asked for then."""
+        if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
+            self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
+            self.training.proven = True
+            if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
+                self._in_bf16 = Fitting(in_bf16, IN_BF16, self._share)
 
-    def again_in_bf16(self, attempt: Attempt) -> Tensor:
-        """Compute a step's gradients again, from scales as they were before it. Returns its loss."""
-        attempt.undo()
-        self.computing_again = True
-        try:
-            return self._batching.gradients_in_bf16(attempt.ids)
-        finally:
-            self.computing_again = False
+
+def _nothing() -> None:
+    """Put nothing back."""

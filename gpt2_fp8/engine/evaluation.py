@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.model.gpt2 import GPT2
+
+log = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -18,23 +22,45 @@ class Evaluation:
 
     Args:
         attempts: finds the scales that FP8 needs, if it was never trained.
-        gradients, batching: compute.
+        gradients: computes.
         settle: finishes the last step, whose weights are meant. Collective.
     """
 
-    def __init__(self, attempts: Attempts, gradients: Gradients, batching: MicroBatching, settle: Callable[[], object]):
-        self._attempts, self._gradients, self._batching, self._settle = attempts, gradients, batching, settle
+    def __init__(self, attempts: Attempts, gradients: Gradients, settle: Callable[[], object]):
+        self._attempts, self._gradients, self._settle = attempts, gradients, settle
+        self._batch: Fitting | None = None
+        self._in_room_of_graphs = False
 
     def sums(self, ids: Tensor) -> Tensor:
-        """Compute the sum of the losses of `ids` and the number of their targets: float64 [2]. Collective.
+        """Compute the sum of the losses of this rank's `ids` and the number of their targets: float64 [2]. Collective.
 
         ids: [sequences, n_positions + 1]. The model must be in evaluation mode.
         """
         self._settle()
         if not self._gradients.plan.evaluates_in_bf16:
             self._attempts.find_scales(ids)
+        if self._batch is None:  # computing blocks again saves nothing without a backward
+            self._batch = Fitting(len(ids), "the batch of a validation", len(ids), saves="", ranks=False)
+        if self._in_room_of_graphs:
+            self._gradients.release_graphs()
+
+        def evaluate(size: int) -> Tensor:
+            return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
+
         with self._gradients.scaling.unchanged():
-            return self._batching.evaluate(ids)
+            return self._batch(evaluate, self._room)
+
+    def _sums(self, ids: Tensor) -> Tensor:
+        count = (ids[:, 1:] >= 0).sum()
+        total = self._gradients.evaluated(ids).double() * count
+        return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
+
+    def _room(self) -> bool:
+        """Free the CUDA graphs of training; return whether there were any. From then on every validation begins so."""
+        if freed := self._gradients.release_graphs():
+            self._in_room_of_graphs = True
+            log.warning("no room for a validation beside training's CUDA graphs: they are recorded again after each")
+        return freed
 
     @contextmanager
     def forwards(self) -> Iterator[GPT2]:

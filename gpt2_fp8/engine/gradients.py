@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,29 +11,33 @@ from torch import Tensor
 
 from gpt2_fp8.engine.compile import compiled, prepared, recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import LossOf
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.fp8.scaling import Context, FP8Scaling, Undo
+from gpt2_fp8.fp8.scaling import Context, FP8Scaling
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.runtime import signals
 
 Backward = Callable[[Tensor], None]
-NoSync = Callable[[], AbstractContextManager]
 
 
 class Gradients:
     """Computes gradients into the parameters' `.grad`, one micro-batch after the other; no collective in it.
 
-    In a single process, a signal ends it between two passes (`signals.look`).
-
     Args:
         plan: its backend computes.
         model: the backend's.
         scaling: the owner of the model's FP8 scales.
-        backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do not call it.
+        backward: called with each micro-batch's loss. CUDA graphs do not call it.
+        exchange: the owner of the gradients; None: of one process.
         forward_context: the precision that each forward enters; None: the backend's.
+
+    Attributes:
+        loss: `loss(ids, is_first_microbatch, scale)` computes `scale` times the mean loss over the targets of `ids`
+            [sequences, n_positions + 1], float32. With gradients, penalties are part of it: see `model.penalty`. Call
+            it inside `forward_context`. `is_first_microbatch`: see `GPT2.forward`.
     """
 
     def __init__(
@@ -41,61 +45,47 @@ class Gradients:
         plan: Plan,
         model: GPT2,
         scaling: FP8Scaling,
-        backward: Backward,
-        no_sync: NoSync = nullcontext,
+        backward: Backward = Tensor.backward,
+        exchange: Exchange | None = None,
         forward_context: Context | None = None,
     ):
         self.plan, self.model, self.scaling = plan, model, scaling
-        self._forward_context = forward_context or plan.backend.forward_context
-        self.parameters = list(model.parameters())
-        self._backward, self._no_sync = backward, no_sync
-        backend, own = plan.backend, self._own_loss
-        self._loss_of: LossOf = own
+        self.exchange = exchange or Exchange(model.parameters())
+        self.forward_context = forward_context or plan.backend.forward_context
+        self._backward = backward
+        backend = plan.backend
+        self.loss: LossOf = partial(backend.loss, model)
         if plan.recorded:
-            self._loss_of = recorded(own)
+            self.loss = recorded(self.loss)
         elif backend.compiled:
-            self._loss_of = compiled(own, backend.compile_options)
+            self.loss = compiled(self.loss, backend.compile_options)
         self._bf16_model: GPT2 | None = None
         self._compiled_bf16_loss: LossOf | None = None
         self._graphed: GraphedGradients | None = None
-        self._undo: Undo = _nothing
-
-    def _own_loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
-        return self.plan.backend.loss(self.model, ids, is_first_microbatch, scale)
-
-    def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
-        """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
-
-        With gradients, penalties are part of it: see `model.penalty`. Call it inside the backend's forward context.
-        `is_first_microbatch`: see `GPT2.forward`.
-        """
-        return self._loss_of(ids, is_first_microbatch, scale)
 
     def of_step(self, ids: Tensor, micro_batch_size: int) -> Tensor:
         """Compute the gradients of the mean loss over one optimizer step's `ids`; return that loss.
 
         See `step.accumulate`. CUDA graphs, if used, are recorded at the first call and replayed later.
         """
-        self._remember()
-        with self._no_sync():
-            if not self.plan.backend.graphs:
-                if self.plan.recorded:
-                    prepared(self.parameters)
-                return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
-            # no `signals.look` here: a recording must not stop half-way, and replays are short
-            if self._graphed is None:
-                self._graphed = GraphedGradients(self.model, self.loss, self._forward_context)
-            return self._graphed(ids.split(micro_batch_size))
+        with self.exchange.no_sync():
+            if self.plan.backend.graphs:  # not ended by signals: a recording must not stop, and replays are short
+                if self._graphed is None:
+                    self._graphed = GraphedGradients(self.model, self.loss, self.forward_context)
+                return self._graphed(ids.split(micro_batch_size))
+            if self.plan.recorded:
+                prepared(self.exchange.parameters)
+            return accumulate(ids, micro_batch_size, self.loss, self.forward_context, self._backward)
 
     def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int, many: bool = False) -> Tensor:
         """Compute the same in bf16, for a step of an FP8 run. No FP8 scale or history changes.
 
         `many`: such steps follow each other. They are compiled, if `compile` allows; a single one is not worth it.
         """
-        self._undo = _nothing
         loss_of = self._many_in_bf16() if many and self.plan.compiles_twin else self._bf16_loss
-        with self._no_sync():
-            return accumulate(ids, micro_batch_size, loss_of, self._forward_in_bf16, self._go_back)
+        context = partial(self.plan.backend.forward_context, fp8=False)
+        with self.exchange.no_sync():
+            return accumulate(ids, micro_batch_size, loss_of, context, self._backward)
 
     def _many_in_bf16(self) -> LossOf:
         """Return `_bf16_loss` under `torch.compile`."""
@@ -129,38 +119,26 @@ class Gradients:
         """Enter the precision of forwards outside of training, without gradients, and return the model for them."""
         in_bf16 = self.plan.evaluates_in_bf16
         bf16 = partial(self.plan.backend.forward_context, fp8=False)
-        with torch.no_grad(), bf16() if in_bf16 else self._forward_context():
+        with torch.no_grad(), bf16() if in_bf16 else self.forward_context():
             yield self._in_bf16() if in_bf16 else self.model
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
         """Find delayed scaling's first scales from the first micro-batch of `ids`, of a step or of a validation."""
-        self._remember()
-        with self._no_sync(), torch.enable_grad():
-            self.scaling.calibrate(self._looked_at(self.loss), ids[:micro_batch_size])
 
-    def _remember(self) -> None:
-        """Copy the scales, so that they can be put back (`take_undo`)."""
-        self._undo = _nothing  # if the copy below runs out of memory, an older step's must not be put back
-        self._undo = self.scaling.remember()
+        def loss(part: Tensor) -> Tensor:
+            signals.look()
+            return penalties.trained(self.loss(part, None, 1.0))
 
-    def take_undo(self) -> Undo:
-        """Return what puts scales and histories back as the last step found them, for one whose update was left out.
-
-        Amaxes recorded before its first number that was not finite may be finite and absurd. They would decide scales
-        for the whole length of the history. All ranks call what is returned, or none. From here on `discard` leaves
-        that step's scales as they are.
-        """
-        undo, self._undo = self._undo, _nothing
-        return undo
+        with self.exchange.no_sync(), torch.enable_grad():
+            self.scaling.calibrate(loss, ids[:micro_batch_size])
 
     def discard(self) -> None:
-        """Free what an unfinished step has left (gradients, and graphs with their memory) and put scales back."""
+        """Free what an unfinished step has left: gradients, and graphs with their memory."""
         self._graphed = None
-        self.model.zero_grad(set_to_none=True)
+        self.exchange.give_up()
         for block in self.model.blocks:
             if callable(discard := getattr(block, "discard", None)):  # the fused layers'
                 discard()
-        self.take_undo()()
         if self.plan.backend.compiled or self._compiled_bf16_loss is not None:
             # Without this, torch would compile the new size for dynamic shapes, which are slower.
             torch.compiler.reset()
@@ -173,32 +151,5 @@ class Gradients:
         there = self._graphed is not None
         if there:
             self._graphed = None
-            self.model.zero_grad(set_to_none=True)  # gradients lie in the graphs' memory
+            self.exchange.give_up()  # gradients lie in the graphs' memory
         return there
-
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        signals.look()
-        with self._forward_context():
-            yield
-
-    @contextmanager
-    def _forward_in_bf16(self) -> Iterator[None]:
-        signals.look()
-        with self.plan.backend.forward_context(fp8=False):
-            yield
-
-    def _go_back(self, loss: Tensor) -> None:
-        signals.look()
-        self._backward(loss)
-
-    def _looked_at(self, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def loss(ids: Tensor) -> Tensor:
-            signals.look()
-            return penalties.trained(loss_of(ids))
-
-        return loss
-
-
-def _nothing() -> None:
-    """Put nothing back."""

@@ -58,7 +58,9 @@ class Fitting:
     Args:
         size: at the start.
         what: its name in the log, for instance "micro_batch_size".
+        sequences: how many there are in all; smaller sizes are divisors of it.
         saves: the words that save memory where a single sequence does not fit; "" if none do.
+        ranks: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
 
     The next smaller divisor is tried each time, so that the largest that fits is found: also by a run whose size fits
     into the first step, and no longer into a later one, whose memory is in more pieces.
@@ -67,50 +69,53 @@ class Fitting:
         proven: whether a size has fitted yet.
     """
 
-    def __init__(self, size: int, what: str, saves: str = "activation_checkpointing=full"):
-        self.size, self.what, self.saves = size, what, saves
+    def __init__(
+        self, size: int, what: str, sequences: int, saves: str = "activation_checkpointing=full", ranks: bool = True
+    ):
+        self.size, self.what, self.sequences, self.saves, self.ranks = size, what, sequences, saves, ranks
         self.proven = False
 
     def __call__(
-        self, work: Callable[[int], R], sequences: int, discard: Callable[[], bool | None], device: torch.device,
-        ranks: bool, proves_size: bool = True,
-    ) -> R:  # fmt: skip
+        self,
+        work: Callable[[int], R],
+        discard: Callable[[], bool | None],
+        proves_size: bool = True,
+        beside: Callable[[], object] = lambda: None,
+    ) -> R:
         """Call `work(size)`. If memory runs out, call `discard()` and begin again with a smaller size.
 
-        `sequences`: how many there are in all; smaller sizes are divisors of it. `discard`: frees what the attempt has
-        left. If it returns True, as all ranks do or none, it has freed more than that: the same size is tried again.
-        `ranks`: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
-        `proves_size`: whether a success proves that a whole training step fits. If `device` is a GPU, its cache is
-        emptied before the next attempt.
+        `discard`: frees what the attempt has left. If it returns True, as all ranks do or none, it has freed more than
+        that: the same size is tried again. `proves_size`: whether a success proves that a whole training step fits.
+        `beside`: allocates what must fit too; what it returns is held meanwhile. A GPU's cache is emptied before the
+        next attempt.
 
         Raises UserError if a single sequence does not fit; any other error of `work` unchanged.
         """
         while True:
-            result, reason = self._attempt(work)
-            if not (any_rank(reason is not None) if ranks else reason is not None):
-                assert result is not None
+            reason = ""
+            try:
+                held = beside()
+                result = work(self.size)
+                del held
+            except Exception as error:  # kept as text: its traceback would keep the tensors of every frame
+                if not is_out_of_memory(error):
+                    raise
+                reason = " ".join(str(error).split())[:200] or "out of memory"
+            if not (any_rank(bool(reason)) if self.ranks else reason):
                 self.proven |= proves_size
-                return result[0]
-            del result
+                return result
+            held = result = None  # type: ignore[assignment]  # their memory is needed
             more = discard() is True
             gc.collect()
-            if device.type == "cuda":
+            if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             if not more:
-                self._shrink(reason or "another rank ran out of memory", sequences)
+                self._shrink(reason or "another rank ran out of memory")
 
-    def _attempt(self, work: Callable[[int], R]) -> tuple[tuple[R] | None, str | None]:
-        try:
-            return (work(self.size),), None
-        except Exception as error:  # kept as text: its traceback would keep the tensors of every frame
-            if not is_out_of_memory(error):
-                raise
-            return None, " ".join(str(error).split())[:200]
-
-    def _shrink(self, reason: str, sequences: int) -> None:
+    def _shrink(self, reason: str) -> None:
         if self.size == 1:
             smaller = "a smaller model, or a shorter model.n_positions"
             remedy = f"{self.saves}, {smaller}" if self.saves else smaller
             raise UserError.of(f"out of memory with {self.what}=1: {reason}", remedy)
-        before, self.size = self.size, largest_divisor(sequences, self.size - 1)
+        before, self.size = self.size, largest_divisor(self.sequences, self.size - 1)
         log.warning("out of memory: %s %d instead of %d from here on (%s)", self.what, self.size, before, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import skip_where
+from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.model import penalty as penalties
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime import collectives, signals
 from gpt2_fp8.runtime.moments import Gap, Sent
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
@@ -59,13 +60,15 @@ def accumulate(
 
     ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.penalty`
     says. `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch. It is called
-    inside `forward_context`; `backward` is called outside of it. There is no collective
-    here: see `collectives.average`.
+    inside `forward_context`; `backward` is called outside of it. There is no collective here: see `engine.exchange`. In
+    a single process, a signal ends it between two passes.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
     for i, part in enumerate(ids.split(micro_batch_size)):
+        signals.look()
         with forward_context():
             loss = loss_of(part, i == 0, len(part) / len(ids))
+        signals.look()
         backward(penalties.trained(loss))
         total = total + loss.detach()
     return total
@@ -74,7 +77,7 @@ def accumulate(
 def update(
     optimizer: Optimizer,
     apply: Callable[[], object],
-    parameters: Iterable[Tensor],
+    exchange: Exchange,
     loss: Tensor,
     max_grad_norm: float,
     absurd: Tensor | None = None,
@@ -87,8 +90,7 @@ def update(
     `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` becomes part of the verdict: float32, the
     same on all ranks.
     """
-    parameters = list(parameters)
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+    grad_norm = exchange.clip(max_grad_norm)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     # Before the update: the host learns it while the device still computes that.
     seen = _agreed(*penalties.parts(loss), grad_norm, absurd)

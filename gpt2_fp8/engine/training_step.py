@@ -17,11 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.ahead import Ahead
 from gpt2_fp8.engine.attempts import Attempt, Attempts
 from gpt2_fp8.engine.evaluation import Evaluation, in_mode
-from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
-from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.exchange import Exchange, NoSync
+from gpt2_fp8.engine.gradients import Backward, Gradients
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
@@ -30,6 +29,7 @@ from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
+from gpt2_fp8.runtime.moments import Gap
 from gpt2_fp8.runtime.signals import Interrupted
 
 COMPUTES_MEANWHILE = ["cuda"]  # devices that compute while the host goes on
@@ -51,14 +51,16 @@ class TrainingStep:
     comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
     or the time calls `settle` first.
 
-    The next step's gradients are computed *ahead* (`Ahead`): before the host waits for the verdict. So the GPU goes on
-    while the host settles.
+    The next step's gradients are computed *ahead*: before the host waits for the verdict. So the GPU goes on while the
+    host settles, and what hooks do then takes none of its time. A verdict that changes weights or scales takes the
+    attempt back, and it is made again: the numbers are the same.
 
     Args:
         config: the run's; its micro-batch is a number.
         plan: what computes.
         vocab_size: the tokenizer's.
-        backward, no_sync, forward_context: see `Gradients`.
+        backward, forward_context: see `Gradients`.
+        no_sync: see `Exchange`.
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
@@ -83,17 +85,18 @@ class TrainingStep:
         self.config, self.plan = config, plan
         self.model = plan.backend.build(vocab_size)
         self.scaling = plan.backend.scaling(self.model)
-        self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync, forward_context)
+        self.exchange = Exchange(self.model.parameters(), no_sync)
+        gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        self._batching = MicroBatching(self._gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
-        self.attempts = Attempts(plan, self._gradients, self._batching)
-        self._ahead = Ahead(self.attempts)
-        self.evaluation = Evaluation(self.attempts, self._gradients, self._batching, self.settle)
+        self.attempts = Attempts(plan, gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
+        self.evaluation = Evaluation(self.attempts, gradients, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
         self.on_given_up: Callable[[], object] = _nothing
         self._unsettled: _Unsettled | None = None
+        self._ahead: Attempt | None = None  # at the next step, while the last one is being settled
+        self._gap: Gap | None = None  # before an attempt that was taken back
         self._last: StepResult | None = None
 
     # Setting up
@@ -127,21 +130,33 @@ class TrainingStep:
 
         Raises what settling the step before raises: a run may have to roll back.
         """
-        attempt = self._next(ids)
+        done_steps = self.schedule.last_epoch + (self._unsettled is not None)
+        self._gap = None
+        if self._unsettled is not None and self.attempts.go_ahead(done_steps):
+            try:
+                self._ahead = self.attempts.make(ids, done_steps)
+            except BaseException:  # it comes as if the last step had been settled before it
+                if not collectives.is_distributed():  # other ranks may have had no error
+                    self.settle()
+                raise
+        try:
+            self.settle()
+        except BaseException:
+            self._take_back()
+            raise
+        attempt, self._ahead = self._ahead, None
+        if attempt is None:
+            attempt = self.attempts.make(ids, done_steps, first=self._last is None, gap=self._gap)
         result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
         return penalties.parts(attempt.loss)[0]
 
-    def _next(self, ids: Tensor) -> Attempt:
-        """Settle the last step, and return the attempt at the next one: made ahead, if the verdict lets it stand."""
-        if self._unsettled is not None:
-            self._ahead.launch(ids, self.schedule.last_epoch + 1, self.settle)
-        try:
-            self.settle()
-        except BaseException:
-            self._ahead.take_back()
-            raise
-        return self._ahead.attempt(ids, self.schedule.last_epoch, first=self._last is None)
+    def _take_back(self) -> None:
+        """Leave gradients, scales and random numbers as they were before the attempt that is ahead, if there is one."""
+        if self._ahead is not None:
+            self._gap = self._ahead.gap
+            self.attempts.take_back(self._ahead)
+            self._ahead = None
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
@@ -154,7 +169,10 @@ class TrainingStep:
         in one of several ranks' `on_settled`: the others would not compute the next gradients again.
         """
         if self._unsettled is None:
-            self._ahead.give_way()  # `done` or one of `on_settled` may ask
+            # `done` or one of `on_settled` may ask
+            if self._ahead is not None and collectives.is_distributed():
+                raise RuntimeError("the state cannot be asked for while a step is being settled: ask in a hook")
+            self._take_back()
             return
         if self.attempts.computing_again:
             return
@@ -164,7 +182,7 @@ class TrainingStep:
         verdict = result.read()
         again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
         if again or verdict.absurd:
-            self._ahead.take_back()
+            self._take_back()
         if again:
             try:
                 result = self._run_again_in_bf16(attempt, verdict)
@@ -192,8 +210,7 @@ class TrainingStep:
     def _update(
         self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None
     ) -> StepResult:
-        parameters = self._gradients.parameters
-        result = update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
+        result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, absurd)
         self.attempts.gaps.step_ended(attempt.ids.device)
         return replace(result, gap=attempt.gap)
 
@@ -223,7 +240,7 @@ class TrainingStep:
     @property
     def micro_batch_size(self) -> int:
         """Sequences of a forward pass in training: the largest size known to fit, or else the one to try."""
-        return self._batching.training.size
+        return self.attempts.training.size
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a step needs beside weights, optimizer and schedule.
@@ -235,12 +252,12 @@ class TrainingStep:
         more: dict[str, Any] = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
         if self.attempts.last_in_bf16:
             more["last_in_bf16"] = self.attempts.last_in_bf16
-        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict(), **more}
+        return {"micro_batch_size": self.attempts.state_dict(), "scaling": self.scaling.state_dict(), **more}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue a run where its checkpoint left it. Scales wait until the layers are on their device."""
         if sizes := saved.get("micro_batch_size"):  # not in checkpoints of format 1
-            self._batching.load_state_dict(sizes)
+            self.attempts.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
         self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)

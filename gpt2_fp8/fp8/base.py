@@ -143,8 +143,9 @@ class Backend(ABC):
         return "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel
 
     def loss(
-        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
-    ) -> Tensor:
+        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0,
+        targets: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
         With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside

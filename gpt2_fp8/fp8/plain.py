@@ -88,8 +88,9 @@ class Torchao(Backend):
 
     @override
     def loss(
-        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, targets: Tensor | None = None
-    ) -> Tensor:
+        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0,
+        targets: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
         return super().loss(model, ids, None, scale, targets)
 

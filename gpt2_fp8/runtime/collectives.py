@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
-
-from gpt2_fp8.compat.torch_private import all_reduce_together, divide_all
 
 GROUP_TIMEOUT = timedelta(minutes=12)  # longer than one rank may compile, save, or read while the others wait
 
@@ -89,27 +86,6 @@ def _host_group() -> distributed.ProcessGroup:
         group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         _host_groups[default] = weakref.ref(group)
     return group
-
-
-def average(parameters: Iterable[Tensor]) -> None:
-    """Replace every parameter's gradient by its mean over the ranks. Collective.
-
-    It runs after the backward, not within it as DistributedDataParallel does. A rank whose backward fails (out of
-    memory) can then begin again without leaving the others in the middle of a collective. And gradients need not go
-    through autograd. The price is that communication does not overlap with the last micro-batch's backward.
-
-    NCCL reduces and divides them all in one launch. gloo has no mean, and no need of one.
-    """
-    if not is_distributed():
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if distributed.get_backend() == "nccl":
-        all_reduce_together(gradients, distributed.ReduceOp.AVG)
-        return
-    works = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
-    for work in works:
-        work.wait()
-    divide_all(gradients, distributed.get_world_size())
 
 
 def maximum(values: Tensor) -> None:

@@ -31,7 +31,7 @@ def late(monkeypatch):
 def rows_and_attempts(folder, monkeypatch, *words):
     """Train; return how many steps had been attempted when the row of a step was written."""
     attempts, asked = [], {}
-    made = Attempts.__call__
+    made = Attempts.make
 
     def recorded(self, *arguments, **keys):
         attempts.append(arguments)
@@ -41,7 +41,7 @@ def rows_and_attempts(folder, monkeypatch, *words):
         asked[trainer.global_step] = len(attempts)
         return {"gpu_utilization": 0.5}
 
-    monkeypatch.setattr(Attempts, "__call__", recorded)
+    monkeypatch.setattr(Attempts, "make", recorded)
     monkeypatch.setattr(Throughput, "_of_driver", of_driver)
     train(folder, "trainer.log_every_n_steps=3", "callbacks.checkpoint_every_n_steps=0", *words)
     assert metrics(folder)["gpu_utilization"] == dict.fromkeys(asked, 0.5)
@@ -61,20 +61,20 @@ def test_a_row_is_written_at_once_where_the_next_step_would_have_to_be_computed_
 @pytest.fixture
 def accidents(monkeypatch):
     """A gradient of step 3 that is not finite in FP8, and an amax that jumps in step 6."""
-    computed = Attempts._computed
+    make = Attempts.make
 
-    def spoiled(self, ids, done, first):
-        loss, absurd = computed(self, ids, done, first)
+    def spoiled(self, ids, done, **how):
+        attempt = make(self, ids, done, **how)
         model = self._gradients.model
         if done == 2:
             model.tokens.weight.grad[0, 0] = math.nan
         if done == 5:
             for layer in state.scaling_states(model):
                 layer.amax_history[0] = 1e30
-            absurd = self.scaling.absurd(self._batching.parts())
-        return loss, absurd
+            attempt = attempt._replace(absurd=self.scaling.absurd(self.parts))
+        return attempt
 
-    monkeypatch.setattr(Attempts, "_computed", spoiled)
+    monkeypatch.setattr(Attempts, "make", spoiled)
 
 
 def table(path):

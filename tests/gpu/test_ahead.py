@@ -53,14 +53,14 @@ def test_the_host_launches_a_step_while_the_gpu_computes_the_one_before(override
     batches = [tokens(12, n, 128) for n in range(7)]  # first: to copy one to the GPU waits for it
     for batch in batches[:3]:
         step(batch)
-    of_step = step._gradients.of_step
+    of_step = step.attempts._gradients.of_step
 
     def launched(text, size):
         torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second, in front of these gradients
         waited.append(step._unsettled.result.sent.arrival._event.query())
         return of_step(text, size)
 
-    step._gradients.of_step = launched
+    step.attempts._gradients.of_step = launched
     for batch in batches[3:]:
         step(batch)
     assert waited[1:] == [False, False, False]

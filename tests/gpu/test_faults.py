@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.evaluation import Evaluation
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, put
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU
@@ -184,7 +184,7 @@ def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, ca
     run(tmp_path / "clean", "graphs", *words)
     clean = list(steps)
     steps.clear()
-    evaluate = MicroBatching.evaluate
+    evaluate = Evaluation.sums
 
     def without_room(self, ids):
         torch.cuda.empty_cache()
@@ -195,7 +195,7 @@ def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, ca
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
-    monkeypatch.setattr(MicroBatching, "evaluate", without_room)
+    monkeypatch.setattr(Evaluation, "sums", without_room)
     caplog.clear()
     caplog.set_level(logging.WARNING)
     run(tmp_path / "run", "graphs", *words)

@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 
 from gpt2_fp8.compat import torch_private
-from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.runtime import collectives
@@ -95,20 +95,21 @@ def _micro_batching(rank):
     for size in (4, 2):
         torch.manual_seed(0)
         engine = with_scales()
-        of, loss = MicroBatching(engine, share=8, size=size), engine._loss_of
+        of, loss = Attempts(engine.plan, engine, share=8, size=size), engine.loss
 
         def limited(part, first, scale, loss=loss):
             if rank == 1 and len(part) > 2:
                 raise torch.OutOfMemoryError
             return loss(part, first, scale)
 
-        engine._loss_of = limited
+        engine.loss = limited
         batch = ids(8, seed=rank, length=POSITIONS + 1)
-        of.calibrate(batch)
+        engine.scaling.ready = False
+        of.find_scales(batch)
         calibrated = state.capture(engine.model)
         if size == 4:
             of.training.size = 4  # the step is to find out by itself
-        of.gradients(batch)
+        of.in_own_precision(batch, engine.scaling.remember())
         gradient = engine.model.positions.weight.grad.clone()
         amax = engine.model.scales.slot(Place("forward", 0)).amax.item()
         found[size] = calibrated, {**state.capture(engine.model), "gradient": gradient}, of.training.size, amax

@@ -158,10 +158,10 @@ def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
         if validates:
             evaluated(step)
         torch.manual_seed(1)
-        again.append(step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
+        again.append(step.attempts._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
     assert torch.equal(*again)
     step.model.eval()
-    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
+    assert not torch.equal(again[1], step.attempts._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
 
 
 def test_samples_are_drawn_in_bf16(tmp_path, monkeypatch):

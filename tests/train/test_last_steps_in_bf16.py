@@ -189,10 +189,10 @@ def test_a_run_without_a_step_in_fp8_is_refused(words):
 def test_the_size_that_fits_in_bf16_is_continued_with():
     step = training_step(*LAST, "trainer.max_steps=8")
     assert "fits_in_bf16" not in step.state_dict()["micro_batch_size"]
-    step._batching.gradients_in_bf16(IDS_OF_BYTES, many=True)
-    step._batching._in_bf16.size = 2
+    step.attempts.in_bf16(IDS_OF_BYTES, many=True)
+    step.attempts._in_bf16.size = 2
     saved = step.state_dict()
     assert saved["micro_batch_size"] == {"asked": 4, "fits": 4, "fits_in_bf16": 2}
     other = training_step(*LAST, "trainer.max_steps=8")
     other.load_state_dict(saved)
-    assert other._batching._in_bf16.size == 2
+    assert other.attempts._in_bf16.size == 2

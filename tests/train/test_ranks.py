@@ -17,14 +17,14 @@ AGENT = ["--nproc-per-node", "2"]
 COUNT_EXCHANGES = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.engine.exchange import Exchange
 
-average, on_start = collectives.average, GPT2Module.on_train_start
+end, on_start = Exchange.end, GPT2Module.on_train_start
 
-def counted(parameters):
+def counted(self):
     with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
         file.write("once\\n")
-    average(parameters)
+    end(self)
 
 def in_the_backward(state, bucket):
     Path("exchanged-in-a-backward").touch()
@@ -34,7 +34,7 @@ def on_train_start(self):
     on_start(self)
     self.trainer.strategy.model.register_comm_hook(self, in_the_backward)
 
-collectives.average, GPT2Module.on_train_start = counted, on_train_start
+Exchange.end, GPT2Module.on_train_start = counted, on_train_start
 """
 # What happens to rank 1's data for step 4.
 DATA = """
