@@ -31,10 +31,8 @@ def test_compressed_lines_through_workers(client: Client) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"repo": "Org/none"}, "data.repo"),
         ({"revision": "v9"}, "data.revision"),
         ({"train_files": ["*.parquet"]}, "data.train_files"),
-        ({"text_column": "content"}, "data.text_column"),
     ],
 )
 def test_what_the_user_can_mend_is_said_at_once(hub: Hub, client: Client, changes: dict[str, Any], said: str) -> None:

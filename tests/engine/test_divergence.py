@@ -14,7 +14,6 @@ from gpt2_fp8.engine.divergence import (
     DivergencePolicy,
     LossStatistics,
     RollBack,
-    advice,
 )
 from gpt2_fp8.engine.step import Verdict
 
@@ -79,13 +78,6 @@ def test_the_second_time_ends_the_run_whichever_it_is():
         assert it.rollbacks == 1
 
 
-def test_what_may_help_names_the_penalties_and_only_a_checkpoint_that_is_there():
-    assert advice().endswith("may help, from the start")
-    told = advice(["penalty.z_loss=1e+30", "penalty.logit_l2=0.1"], "outputs/x/checkpoints/step-00000004")
-    assert "a lower optim.lr, a lower penalty.z_loss than 1e+30, a lower penalty.logit_l2 than 0.1, a longer" in told
-    assert told.endswith("from an earlier checkpoint of this run: ckpt_path=outputs/x/checkpoints/step-00000004")
-
-
 def test_a_checkpoint_to_begin_from_is_older_than_the_trouble():
     asked = []
     it = DivergencePolicy(3, 6.0, 4, lambda line: None, lambda step: f"from {asked.append(step)}")
@@ -116,24 +108,10 @@ def test_a_skipped_step_does_not_end_a_row_of_high_losses():
     assert back.value.before == 200
 
 
-def test_no_loss_is_too_high_where_sigma_is_0_or_while_few_are_known():
-    it = made(sigma=0.0)
-    run(it, *noise(200), *[Verdict(100.0, False)] * 50)
-    it.sigma = 6.0
-    other = made()
-    run(other, *noise(WARM_UP - 10), *[Verdict(100.0, False)] * 9)
-    assert events(it) == events(other) == []
-
-
 def test_a_loss_that_falls_is_no_divergence():
     it = made()
-    run(
-        it,
-        *[
-            Verdict(2.0 + 9.0 * math.exp(-step / 300) + noise_.loss - 3, False)
-            for step, noise_ in enumerate(noise(2000))
-        ],
-    )
+    losses = [9.0 * math.exp(-step / 300) + verdict.loss - 1 for step, verdict in enumerate(noise(2000))]
+    run(it, *[Verdict(loss, False) for loss in losses])
     assert events(it) == []
 
 
@@ -160,7 +138,7 @@ def test_a_run_that_has_fitted_its_text_is_left_its_noise():
     assert events(it) == []
 
 
-@pytest.mark.parametrize("at", [1, 150, 202, 206])
+@pytest.mark.parametrize("at", [150, 206])
 def test_a_resumed_run_decides_as_one_in_one_piece(at):
     steps = [*noise(200), BAD, GOOD, *[Verdict(9.0, False)] * 4]
     whole, part, rest = made(), made(), made()

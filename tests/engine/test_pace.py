@@ -33,30 +33,8 @@ def test_the_first_step_does_not_count(clock):
     assert pace.left(100) == 0.0
 
 
-def test_nothing_is_told_before_two_steps(clock):
-    pace = Pace(100, clock=clock)
-    assert pace.left(0) is None
-    steps(pace, clock, {51: 160.0})
-    assert pace.left(51) is None
-
-
-def test_a_resumed_run_counts_its_own_steps(clock):
-    pace = Pace(100, clock=clock)
-    steps(pace, clock, {51: 160.0, 61: 180.0})
-    assert pace.left(61) == 39 * 2.0
-
-
 @pytest.mark.parametrize(("limit", "left"), [(50.0, 50.0), (1000.0, 194.0), (0.0, 0.0), (None, 194.0)])
 def test_a_time_limit_ends_it_sooner(clock, limit, left):
     pace = Pace(100, lambda: limit, clock)
     steps(pace, clock, {1: 160.0, 3: 164.0})
     assert pace.left(3) == left
-
-
-def test_after_a_rollback_it_begins_again(clock):
-    pace = Pace(100, clock=clock)
-    steps(pace, clock, {1: 160.0, 50: 1000.0})
-    pace.begin()
-    assert pace.left(50) is None
-    steps(pace, clock, {21: 2000.0, 22: 2001.0})
-    assert pace.left(22) == 78.0

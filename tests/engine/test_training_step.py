@@ -1,14 +1,11 @@
 """A training step beside others: the first scales, the memory of the first update, gradients ahead of a verdict."""
 
-import copy
-import math
 import signal
 
 import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.engine import training_step
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
@@ -50,24 +47,6 @@ def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
         assert torch.equal(found[1][name], expected), name
 
 
-def test_a_resumed_runs_optimizer_state_is_not_held_twice(monkeypatch):
-    """Also where the size that fitted is not known to fit, since another one is asked for."""
-    allocated = []
-    like = training_step.state_like
-    monkeypatch.setattr(training_step, "state_like", lambda *of: allocated.append(1) or like(*of))
-    before, after = (
-        built("global_batch_size=8", "micro_batch_size=2"),
-        built("global_batch_size=8", "micro_batch_size=4"),
-    )
-    before(ids(8))
-    saved = copy.deepcopy(before.state_dict()), copy.deepcopy(before.optimizer.state_dict())
-    assert len(allocated) == 1
-    after.load_state_dict(saved[0])
-    after.optimizer.load_state_dict(saved[1])
-    after(ids(8, seed=1))
-    assert len(allocated) == 1
-
-
 # ---- gradients ahead of a verdict ------------------------------------------------------------------------------------
 
 STEPS = 6
@@ -89,13 +68,10 @@ def trained_on_bytes(words, wrong, ahead):
     ("words", "wrong", "twice"),
     [
         (DELAYED, nothing, []),
-        (["precision=bf16"], nothing, []),
         (["precision=bf16"], not_finite, []),  # no second attempt: the next gradients are of the weights that stay
-        (DELAYED, not_finite, [3, 4]),
         (DELAYED, drawn, [3, 4]),
         (DELAYED, jumped, [4]),
         ([*DELAYED, "precision.bf16_last_steps=2"], not_finite, [3]),
-        ([*DELAYED, "recipe=current"], not_finite, [3, 4]),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) and value and isinstance(value[0], str) else None,
 )
@@ -173,77 +149,3 @@ def test_what_ends_them_leaves_the_step_before_settled(error):
         found.append((step.model.state_dict(), step.state_dict(), {"random": torch.get_rng_state()}))
     for one, other in zip(*found, strict=True):
         assert_equal(one, other, "state")
-
-
-def test_who_asks_while_a_step_is_settled_is_told_of_that_step_alone():
-    found = []
-    for ahead in (True, False):
-        torch.manual_seed(5)
-        step, asked = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4"), []
-        step.on_settled.append(lambda _, step=step, asked=asked: asked.append(copy.deepcopy(step.state_dict())))
-        for seed in range(3):
-            step(ids(8, seed))
-            if not ahead:
-                step.settle()
-        step.settle()
-        found.append((asked, step.model.state_dict()))
-    assert_equal(*found, "state")
-
-
-def test_what_is_asked_while_a_step_is_settled(monkeypatch):
-    """Its result costs nothing. State has the next gradients computed again, and ranks would part where one asks."""
-    step, asked = built("global_batch_size=8", "micro_batch_size=4"), []
-    made, attempts = [], step.attempts._computed
-    step.attempts._computed = lambda *of: made.append(of) or attempts(*of)
-    step.on_settled.append(lambda result: asked.append(step.last is result))
-    for seed in range(4):
-        step(ids(8, seed))
-    assert (len(made), asked) == (4, [True] * 3)
-
-    def ask_of_ranks(result):
-        with monkeypatch.context() as patch:
-            patch.setattr(training_step.collectives, "is_distributed", lambda: True)
-            with pytest.raises(RuntimeError, match="while a step is being settled"):
-                step.state_dict()
-
-    step.on_settled[:] = [ask_of_ranks]
-    step(ids(8, 4))
-    assert len(made) == 5
-    step.on_settled[:] = [lambda result: step.state_dict()]
-    step(ids(8, 5))
-    assert len(made) == 7
-
-
-def test_the_gap_before_a_step_is_that_before_its_first_attempt():
-    gaps, made = [], built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
-    begins = made.attempts.gaps.step_begins
-    made.attempts.gaps.step_begins = lambda device: (gaps.append(begins(device)), gaps[-1])[1]
-    made.on_settled.append(lambda result: made.state_dict())  # takes the next gradients back
-    for seed in range(3):
-        made(ids(8, seed))
-    assert len(gaps) == 5
-    assert made.last.gap is gaps[3]
-
-
-def test_a_hook_is_answered_with_the_step_before_while_a_step_is_run_again():
-    step = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
-    step.attempts.ahead = False  # as with any hook
-    step(ids(8, 0))
-    first, again, seen = step.last, step.attempts.again_in_bf16, []
-    step.attempts.again_in_bf16 = lambda attempt: (seen.append(None), again(attempt))[1]
-    backward = step._gradients._backward
-    step._gradients._backward = lambda loss: (seen.append(step.last), backward(loss))
-    of_step = step._gradients.of_step
-    step._gradients.of_step = lambda *of: of_step(*of) * math.nan
-    step(ids(8, 1))
-    assert step.last.first is not None
-    assert seen == [first, first, None, first, first]
-
-
-def test_the_last_step_cannot_be_read_within_a_backward():
-    step = built("global_batch_size=8", "micro_batch_size=4")
-    step(ids(8, 0))
-    backward = step._gradients._backward
-    step._gradients._backward = lambda loss: step.last and backward(loss)
-    with pytest.raises(RuntimeError, match="within a forward or backward: use on_train_batch_end"):
-        step(ids(8, 1))

@@ -115,23 +115,3 @@ def test_jobs_of_a_sweep_can_be_told_apart(address, tmp_path):
     seeds = {group["hparams"]["seed"] for group in found}
     losses = {value["value"] for group in found for value in group["metricValues"] if value["name"]["group"] == "val"}
     assert (seeds, len(losses)) == ({1, 2, 3}, 3)
-
-
-def test_custom_charts_name_curves_that_there_are(address):
-    layout = asked(address, "custom_scalars/layout")
-    assert [group["title"] for group in layout["category"]][:2] == ["loss", "optimizer"]
-    curves = asked(address, "scalars/tags")
-    tags = {tag for run in curves.values() for tag in run}
-    for group in layout["category"]:
-        if group["title"] != "FP8":  # this run has none
-            for chart in group["chart"]:
-                patterns = [tag for tag in chart["multiline"]["tag"] if not tag.startswith("system/")]
-                assert all(any(re.search(pattern, tag) for tag in tags) for pattern in patterns), chart
-
-
-def test_samples_and_configuration_are_texts(address):
-    tags = asked(address, "text/tags")
-    assert set(tags["first/tensorboard"]) >= {"sample/text_summary", "configuration/text_summary"}
-    (text,) = asked(address, "text/text?run=first/tensorboard&tag=configuration/text_summary")
-    assert "<code>" in text["text"]
-    assert "global_batch_size: 8" in text["text"]
