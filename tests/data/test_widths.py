@@ -27,10 +27,7 @@ def widen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "UnitReader", WideReader)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(65_536, "uint16"), (65_537, "uint32"), (2**31, "uint32")],
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (2**31, "uint32")])
 def test_the_dtype_follows_from_the_vocabulary(vocab_size: int, dtype: str) -> None:
     assert dtype_of(vocab_size) == dtype
     largest = narrow_ids(np.array([vocab_size - 1], np.int64), vocab_size, "a")

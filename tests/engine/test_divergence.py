@@ -7,14 +7,7 @@ import random
 import pytest
 
 from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.engine.divergence import (
-    EVENTS,
-    LEAST_DEVIATION,
-    WARM_UP,
-    DivergencePolicy,
-    LossStatistics,
-    RollBack,
-)
+from gpt2_fp8.engine.divergence import EVENTS, LEAST_DEVIATION, WARM_UP, DivergencePolicy, LossStatistics, RollBack
 from gpt2_fp8.engine.step import Verdict
 
 NAN = float("nan")

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import formats, token_stream
+from gpt2_fp8.data import formats
 from gpt2_fp8.data.documents import MAX_BROKEN
 from gpt2_fp8.data.units import DocumentCounts, Unit
-from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
+from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXT = "some words of a document, and some more; "
 
@@ -119,20 +119,6 @@ def test_60_a_corpus_shorter_than_one_sequence_is_refused_with_the_numbers(tmp_p
     assert items(made, 1)[0].shape == (8, 9)
 
 
-def test_61_fewer_shards_than_ranks_times_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "one.jsonl", [f"{i} " * 40 for i in range(100)])
-    alone = module(files_config(path))
-    whole = items(alone, 5)
-    monkeypatch.setattr(token_stream, "rank_and_world", lambda: (0, 2))
-    made = module(files_config(path, num_workers=2))
-    ranks = [rank_batches(made, rank, 2) for rank in (0, 1)]
-    shares = [[batches.next() for _ in range(5)] for batches in ranks]
-    made.teardown()
-    for step, batch in enumerate(whole):
-        for rank in (0, 1):
-            assert np.array_equal(shares[rank][step], batch[rank::2])
-
-
 def test_63_no_text_to_validate_on_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT * 20] * 20)
     for changes in ({}, {"val_files": [str(write_jsonl(tmp_path / "empty.jsonl", ["", None]))]}):
@@ -144,25 +130,6 @@ def test_63_no_text_to_validate_on_is_refused(tmp_path: Path) -> None:
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_network_mount_that_hiccups_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", lines(100))
-    whole = items(module(files_config(path)), 3)
-    read, left = formats.read_json, [2]
-
-    def stale(*arguments: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise OSError(116, "Stale file handle")
-        return read(*arguments)
-
-    made = module(files_config(path))
-    made.text.pool._kept.clear()
-    made.text.pool.reader.source.waits = (0.0, 0.0)  # type: ignore[misc]
-    monkeypatch.setattr(formats, "read_json", stale)
-    assert all(np.array_equal(a, b) for a, b in zip(items(made, 3), whole, strict=True))
-    assert made.report()["reading"]["retries"] == 2
 
 
 def damaged(whole: bytes, rng: random.Random) -> bytes:
@@ -191,25 +158,6 @@ def test_damage_anywhere_in_a_file_is_read_or_refused(tmp_path: Path, kind: str)
 
 
 # ---- odd files -------------------------------------------------------------------------------------------------------
-
-
-STRINGS = [f"{i} {TEXT}" for i in range(60)]
-COLUMNS: dict[str, Any] = {
-    "large_string": pa.array(STRINGS, pa.large_string()),
-    "view": pa.array(STRINGS, pa.string_view()),
-    "large_binary": pa.array([text.encode() for text in STRINGS], pa.large_binary()),
-    "dictionary": pa.array(STRINGS, pa.large_string()).dictionary_encode(),
-    "with_nulls": pa.array([*STRINGS, None, None]),
-}
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_text_of_every_type_of_arrow_gives_the_same_tokens(tmp_path: Path, kind: str) -> None:
-    plain = write_jsonl(tmp_path / "a.jsonl", STRINGS)
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"n": pa.nulls(len(COLUMNS[kind])), "text": COLUMNS[kind]}), path)
-    ids = [items(module(files_config(each)), 3) for each in (path, plain)]
-    assert all(np.array_equal(a, b) for a, b in zip(*ids, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from tests import forkserver
 from tests.runs import SMALL, checkpoint, summary
 
@@ -79,38 +77,6 @@ def test_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path):
     report = summary(tmp_path / "outputs/run")
     assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
     assert not (tmp_path / "outputs/run/.lock").exists()
-
-
-# ---- ranks -------------------------------------------------------------------------------------------------------
-
-RANK_ONE = """
-import os, signal, sys, time
-from gpt2_fp8.data.datamodule import TokenDataModule
-if os.environ.get("LOCAL_RANK") == "1":
-    from gpt2_fp8.train import fit
-    train = fit.run
-    def stopped(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return train(*arguments)
-    fit.run = stopped
-from gpt2_fp8 import run
-if __name__ == "__main__":
-    sys.exit(run.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_in_start_up_ends_all(tmp_path):
-    (tmp_path / "script.py").write_text(RANK_ONE)
-    words = [*LONG, "trainer.devices=2", "trainer.strategy=ddp"]
-    done = forkserver.run(
-        [sys.executable, "script.py", *words], cwd=tmp_path, env=ALONE, ranks=True, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 143, done.stdout + done.stderr
-    report = summary(tmp_path / "outputs/run")
-    assert (report["status"], report["exit_code"]) == ("stopped", 143)
-    assert "stopped by signal 15" in done.stderr
 
 
 # ---- terminals ---------------------------------------------------------------------------------------------------

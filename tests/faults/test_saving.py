@@ -3,31 +3,28 @@
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
-from gpt2_fp8.checkpoint.intervals import KeptSteps
+from gpt2_fp8.checkpoint import files, find, lock, pointers, space
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
-from tests.callbacks.tiny_run import At
 from tests.runs import (
     SMALL,
     assert_same_checkpoint,
@@ -119,42 +116,18 @@ def test_03_killed_between_rename_and_pointer_there_is_an_old_or_a_new_one(tmp_p
 # ---- 04, 05: disks that are full -------------------------------------------------------------------------------------
 
 
-class Ballast(Callback):
-    """A megabyte more in each checkpoint than in any log."""
+def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch):
+    write = files.write
 
-    def state_dict(self):
-        return {"ballast": torch.zeros(1 << 18)}
+    def full(path, checkpoint):
+        if checkpoint["global_step"] > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, checkpoint)
 
-
-def test_04_a_disk_that_is_full_for_a_while(tmp_path, caplog, monkeypatch):
-    """`ulimit -f`: the kernel itself refuses what is larger, as a full disk does, in the middle of a file."""
-    folder, limits = tmp_path / "checkpoints", resource.getrlimit(resource.RLIMIT_FSIZE)
-    fail, failed = Writer.fail, []
-    monkeypatch.setattr(Writer, "fail", lambda self, step, error: (fail(self, step, error), failed.append(step)))
-
-    def fill():
-        until(lambda: (last := pointers.read(folder, "last")) is not None and last.step == 2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
-
-    def empty():
-        until(lambda: failed == [4, 6, 8])  # step 8 may still be in the writer's hands
-        assert find.resolve("last", folder).name == "step-00000002"
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    hooks = [Ballast(), At("on_train_batch_start", 3, fill), At("on_train_batch_start", 8, empty)]
-    try:
-        with caplog.at_level(logging.WARNING, "gpt2_fp8"):
-            module, _, tiers = tiny_run.run(tmp_path, max_steps=10, val=100, callbacks=hooks)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(module.losses) == 10
-    warnings = [r.message for r in caplog.records if "could not be saved" in r.message]
-    assert len(warnings) == 1  # of the three
-    assert "step 4 could not be saved, training goes on" in warnings[0]
-    assert "File too large" in warnings[0]
-    assert list(pointers.steps(folder)) == [2, 10]
-    assert not list(folder.glob(".*"))
-    assert tiers.ledger.saved_step == 10
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(RunError, match=r"the end of the run \(step 6\) could not be saved"):
+        tiny_run.run(tmp_path, max_steps=6, val=100)
+    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer
@@ -285,61 +258,14 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
     assert_as_whole(tmp_path / "run", steps, whole)
 
 
-def test_22_a_save_that_fails_does_not_hide_the_error_before_it(tmp_path, monkeypatch, caplog):
-    failure = ZeroDivisionError("in the writer")
-    gate, write = threading.Event(), files.write
-
-    class Open(Callback):
-        def on_exception(self, *_):  # other callbacks come before the one that waits for the writer
-            gate.set()
-
-    def fail(path, checkpoint):
-        if checkpoint["global_step"] == 2:
-            write(path, checkpoint)
-        else:
-            assert gate.wait(30)
-            raise failure
-
-    def fall():
-        raise BrokenError("the first")
-
-    monkeypatch.setattr(files, "write", fail)
-    with pytest.raises(BrokenError, match="the first"):
-        tiny_run.run(tmp_path, val=100, callbacks=[Open(), At("on_train_batch_start", 4, fall)])
-    assert str(failure) in caplog.text
-    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
+# ---- 24: the best ----------------------------------------------------------------------------------------------------
 
 
-# ---- 23, 24: what is kept --------------------------------------------------------------------------------------------
-
-
-def test_23_a_hundred_saves_leave_a_bounded_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing is killed here
-    other = begun(tmp_path / "other")
-    other.save(state(50), at(50))
-    writer = begun(tmp_path / "run")
-    for step in (7, 250):  # what it resumes from, and a later step of a branch that it leaves behind
-        writer.save(state(step), at(step))
-    writer = Writer(tmp_path / "run", keep=3, kept=KeptSteps(50), asynchronous=True)
-    writer.begin(7, None)
-    best = None
-    for step in range(8, 108):
-        writer.save(state(step), at(step))
-        if step % 10 == 0:
-            loss = abs(step - 93) + 1.0
-            better = best is None or loss < best.val_loss
-            best = at(step, loss) if better else best
-            writer.note(at(step, loss), better)
-        writer.wait()
-        kept = set(pointers.steps(tmp_path / "run"))
-        newest = set(range(max(8, step - 2), step + 1)) | ({7} if step < 10 else set())
-        permanent = {s for s in (50, 100) if s <= step}
-        assert kept == newest | permanent | {250} | ({best.step} if best else set()), step
-        assert find.resolve("last", tmp_path / "run").name == pointers.folder_name(step)
-    writer.close()
-    assert pointers.read(tmp_path / "run", "best") == at(90, 4.0)
-    assert list(pointers.steps(tmp_path / "other")) == [50]
-    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_file()} == {"last.json", "best.json"}
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
+    _, _, tiers = tiny_run.run(tmp_path, val_losses={4: bad, 8: 2.0, 12: bad})
+    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
+    assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
 
 
 # ---- 26, 27: folders -------------------------------------------------------------------------------------------------
@@ -428,23 +354,3 @@ def test_28_however_a_process_leaves_the_last_one_is_whole(tmp_path, how, code, 
     assert files.read(find.resolve("last", tmp_path))["global_step"] == step
     begun(tmp_path)
     assert not list(tmp_path.glob(".*"))
-
-
-def test_28_the_pointer_moves_after_everything_is_durable(tmp_path, monkeypatch):
-    writer, calls, fsync, write = begun(tmp_path), [], durable.fsync, pointers.write
-
-    def traced(path):
-        fsync(path)
-        calls.append(Path(path).name.removeprefix("."))
-
-    def move(folder, kind, pointer):
-        calls.append(kind)
-        write(folder, kind, pointer)
-
-    monkeypatch.setattr(durable, "fsync", traced)
-    monkeypatch.setattr(pointers, "write", move)
-    writer.save(state(1), at(1))
-    before = calls[: calls.index("last")]
-    assert "model.safetensors" in before
-    assert before[-1] == tmp_path.name  # the folder in which the checkpoint got its name
-    assert before.index("model.safetensors") < before.index("step-00000001.tmp") < len(before) - 1

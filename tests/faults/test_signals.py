@@ -15,9 +15,8 @@ from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
-from gpt2_fp8.runtime import signals, slurm
+from gpt2_fp8.runtime import slurm
 from tests import forkserver
-from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
 from tests.data.corpora import write_jsonl
 from tests.ranks import group_is_alive
@@ -148,24 +147,11 @@ def test_44_a_preempted_job_is_requeued_with_its_last_step_saved(tmp_path, whole
 
 
 @pytest.mark.parametrize(
-    "text",
-    [PREEMPTED.replace("2026-11-23T06:32:51", "None"), PREEMPTED.replace("RUNNING", "CANCELLED"), ""],
+    "text", [PREEMPTED.replace("2026-11-23T06:32:51", "None"), PREEMPTED.replace("RUNNING", "CANCELLED"), ""]
 )
 def test_44_a_job_that_is_not_preempted_is_not_requeued(text, scontrol):
     says(scontrol, text)
     assert slurm.ended(signal.SIGTERM).exit_code == 143
-    assert not scontrol.exists()
-
-
-def test_44_a_second_rank_ends_no_task_of_the_job(scontrol, monkeypatch):
-    """`srun --kill-on-bad-exit` would end rank 0 before it has asked SLURM."""
-    says(scontrol, PREEMPTED)
-    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
-        monkeypatch.setenv(name, "1")
-    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.setenv(name, "2")
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        assert slurm.ended(number).exit_code == 0
     assert not scontrol.exists()
 
 
@@ -201,58 +187,7 @@ def test_44_a_run_without_a_name_goes_on_in_the_next_turn_of_its_job(tmp_path):
     assert list((tmp_path / "outputs").iterdir()) == [folder]
 
 
-def test_44_a_name_that_lasts_is_of_the_job_and_the_words(monkeypatch):
-    assert slurm.lasting_name(["seed=1"]) is None
-    for name, value in BATCH.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "isatty", lambda number: False)
-    own = slurm.lasting_name(["seed=1", "model=tiny"])
-    assert own is not None
-    assert own.startswith("slurm-4242-")
-    assert own == slurm.lasting_name(["model=tiny", "seed=1", f"run_name={own}"])
-    assert own != slurm.lasting_name(["seed=2", "model=tiny"]), "another srun of the same job"
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4000")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    assert str(slurm.lasting_name([])).startswith("slurm-4000_7-"), "another task of the same array"
-    monkeypatch.setattr(os, "isatty", lambda number: number == 2)
-    assert slurm.lasting_name(["seed=1"]) is None, "a person at a terminal"
-
-
 # ---- phases ------------------------------------------------------------------------------------------------------
-
-
-class Waiting(tiny_run.Tiny):
-    """Waits for the data of the step after `step`, and is told to stop meanwhile."""
-
-    def __init__(self, length, step, signum):
-        super().__init__(length)
-        self.step, self.signum = step, signum
-
-    def train_dataloader(self):
-        loader, step, signum = super().train_dataloader(), self.step, self.signum
-
-        class Loader(type(loader)):
-            def __iter__(self):
-                for batch in super().__iter__():
-                    if self.position == step + 1:
-                        self.position -= 1  # it has not been handed out
-                        threading.Timer(0.2, os.kill, [os.getpid(), signum]).start()
-                        with signals.interruptible():
-                            time.sleep(60)
-                    yield batch
-
-        return Loader(self.length)
-
-
-def test_45_in_a_wait_for_data_the_last_step_is_saved(tmp_path, whole, monkeypatch):
-    step = 8  # after a validation
-    with monkeypatch.context() as patched:
-        patched.setattr(tiny_run, "Tiny", lambda length, losses: Waiting(length, step, signal.SIGTERM))
-        with pytest.raises(Stopped) as stopped:
-            run(tmp_path, every=0)
-    assert stopped.value.exit_code == 143
-    assert last_step(tmp_path) == step
-    continues_like(whole, tmp_path)
 
 
 def test_45_in_a_wait_for_a_unit(tmp_path, monkeypatch):
@@ -293,14 +228,6 @@ def blocks_after(step, steps, take):
         return take(self, ticket)
 
     return blocked
-
-
-def test_45_in_validation(tmp_path, whole):
-    with pytest.raises(Stopped) as stopped:
-        run(tmp_path, every=0, callbacks=[At("on_validation_batch_start", 8, kill(signal.SIGINT))])
-    assert stopped.value.exit_code == 130
-    assert last_step(tmp_path) == 8
-    continues_like(whole, tmp_path)
 
 
 def test_45_in_a_save(tmp_path, whole, monkeypatch):

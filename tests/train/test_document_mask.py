@@ -10,13 +10,7 @@ from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.train.generation import Generation
 from gpt2_fp8.train.module import GPT2Module
 from tests.data.token_files_made import llm_c, nano, some_ids
-from tests.runs import (
-    SMALL,
-    metrics,
-    summary,
-    train,
-    train_until,
-)
+from tests.runs import SMALL, metrics, summary, train, train_until
 
 
 @pytest.fixture

@@ -11,16 +11,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.lane import Batches
 from gpt2_fp8.runtime.sent import Sent
 from gpt2_fp8.train.module import GPT2Module
-from tests.runs import (
-    SMALL,
-    assert_same_checkpoint,
-    checkpoint,
-    forked,
-    metrics,
-    record_steps,
-    summary,
-    train,
-)
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, record_steps, summary, train
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):

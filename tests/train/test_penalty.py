@@ -8,13 +8,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Diverged
-from tests.runs import (
-    SMALL,
-    metrics,
-    summary,
-    train,
-    training_step,
-)
+from tests.runs import SMALL, metrics, summary, train, training_step
 
 ALL = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
 

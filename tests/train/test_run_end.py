@@ -9,10 +9,10 @@ from datetime import datetime
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, JobError, RunError, Stopped, UserError
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.runtime.slurm import LeftToRankZero, Requeued
-from gpt2_fp8.train.run_end import RunEnd, end_of_process
+from gpt2_fp8.train.run_end import RunEnd
 from gpt2_fp8.train.summary import Checkpoints, DivergenceReport, Precision, Summary
 from tests.runs import summary
 
@@ -101,26 +101,6 @@ def test_an_early_end_says_what_was_saved_and_of_which_run(place, error, saved, 
     RunEnd(config, folder, place, [], Typed((), place)).close(error)
     assert str(error) == said
     assert summary(folder)["message"] == said
-
-
-@pytest.mark.parametrize(
-    ("code", "before", "status", "message"),
-    [
-        (-9, None, "failed", "killed by SIGKILL"),
-        (3, Diverged("loss is nan"), "diverged", "loss is nan"),
-        (2, Diverged("earlier"), "refused", "ended with exit code 2"),
-    ],
-)
-def test_a_job_in_another_process_ends_as_it_says(place, code, before, status, message):
-    (config,) = preflight([])
-    (place / "run").mkdir()
-    if before is not None:
-        RunEnd(config, place / "run", place).close(before)
-    with pytest.raises(JobError) as caught:
-        end_of_process(RunEnd(config, place / "run", place, ["seed=1"]), code)
-    assert (caught.value.status, str(caught.value)) == (status, message)
-    assert summary(place / "run")["message"] == (str(before) if before else message)
-    assert summary(place / "run")["exit_code"] == (before.exit_code if before else max(code, 1))
 
 
 # ---- the log's last lines --------------------------------------------------------------------------------------------
