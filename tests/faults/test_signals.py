@@ -155,6 +155,21 @@ def test_44_a_job_that_is_not_preempted_is_not_requeued(text, scontrol):
     assert not scontrol.exists()
 
 
+def test_44_a_task_of_an_array_is_requeued_by_its_own_number_and_by_one_rank(scontrol, monkeypatch):
+    """`srun --kill-on-bad-exit` would end rank 0 before it has asked SLURM, were the other's code not 0."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4000")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert scontrol.read_text() == "requeue 4000_7\n"
+    says(scontrol, PREEMPTED)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "2")
+    assert [slurm.ended(number).exit_code for number in (signal.SIGTERM, signal.SIGUSR1)] == [0, 0]
+    assert scontrol.read_text() == "requeue 4000_7\n"
+
+
 def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
     """As a job of a sweep, whose words submitit has stored: they have no `ckpt_path`."""
     for name in ("killed", "whole"):
