@@ -1,10 +1,12 @@
 """Runs of several processes on a CPU, for tests: through the command line, by every launcher."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests import forkserver
 from tests.ports import free_port
@@ -70,21 +72,23 @@ def finish(process, timeout=90):
     try:
         output, _ = process.communicate(timeout=timeout)  # ends when the last process has closed its end
         for _ in range(100):
-            if not _is_alive(process.pid):
+            if not group_is_alive(process.pid):
                 return process.returncode, output
             time.sleep(0.1)
         raise AssertionError(f"a process is left behind:\n{output}")
     finally:
-        if _is_alive(process.pid):
+        if group_is_alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _is_alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def group_is_alive(group):
+    """Whether a process of the group runs: one that has ended and was not waited for yet does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z":
+                return True
+    return False
 
 
 def run(cwd, *words, patch="", timeout=90, **environment):

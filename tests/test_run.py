@@ -23,39 +23,6 @@ def script(text, cwd, *arguments, **environment):
     return forkserver.python("script.py", *arguments, cwd=cwd, **environment)
 
 
-@pytest.fixture(scope="module")
-def default(tmp_path_factory):
-    """The run that nothing was chosen for but its length and name."""
-    cwd = tmp_path_factory.mktemp("default")
-    length = ["trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4", "callbacks.sample_tokens=20"]
-    return cwd, forked("run_name=mine", *length, cwd=cwd)
-
-
-def test_a_run_as_it_comes(default):
-    cwd, done = default
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout + done.stderr
-    assert "precision  fp32 instead of fp8_hybrid: " in printed
-    assert "step 3/3  loss " in printed
-    assert "step 3/3  val_loss " in printed
-    assert "sample at step 3: " in printed
-    assert "completed 3 steps in " in printed
-    assert "Warning" not in printed
-    assert os.listdir(cwd) == ["outputs"]
-    assert os.listdir(cwd / "outputs") == ["mine"]
-    report = summary(cwd / "outputs/mine")
-    assert (report["status"], report["exit_code"], report["steps"]) == ("completed", 0, 3)
-    assert "fp32 instead of fp8_hybrid" in (cwd / "outputs/mine/run.log").read_text()
-
-
-def test_a_name_that_is_taken(default):
-    cwd, _ = default
-    done = forked("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd, **ALONE)
-    assert_refused(done, "already holds a run, saved up to step-00000003")
-    assert checkpoint(cwd / "outputs/mine", 3).is_dir()
-    assert summary(cwd / "outputs/mine")["status"] == "completed"  # as the run that has the name left it
-
-
 def assert_refused(done, key, problems=1):
     """Exit 2, and at most two lines a problem; nothing else on stderr."""
     assert done.returncode == 2, done.stderr
@@ -67,18 +34,10 @@ def assert_refused(done, key, problems=1):
 
 BAD = [
     "optim.learing_rate=1e-3",
-    "modle=gpt2",
     "model=gpt2_huge",
-    "trainer.max_steps=many",
-    "optim.lr=nan",
-    "model.n_embd=96 model.n_head=5",
-    "trainer.max_steps=20 optim.warmup_steps=50",
     "global_batch_size=12",
     "data=text_files data.train_files=[nope.txt]",
-    "data.tokenizer=gpt2 model.vocab_size=50000",
     "hydra.run.dir=file/run",
-    "precision=fp8_e5m2",
-    "recipe.interval=1",
 ]
 
 
@@ -115,10 +74,8 @@ for words in json.loads(sys.argv[1]):
 """
 FILES = "data=text_files data.tokenizer=bytes data.num_workers=0 data.val_fraction=0 data.val_sequences=0"
 LATE = [  # known only once torch is imported, or the text is read
-    (f"{FILES} data.train_files=[empty.txt]", "the training text is too short: 0 tokens"),
     (f"{FILES} data.train_files=[short.txt]", "the training text is too short: 22 tokens"),
     ("trainer=auto precision.fallback=error", "precision=fp8_hybrid cannot run here: "),
-    ("trainer=gpu", "torch sees no GPU"),
     ("data.tokenizer=gpt2", "the GPT-2 vocabulary is not on this machine"),
 ]
 
@@ -127,7 +84,6 @@ LATE = [  # known only once torch is imported, or the text is read
 def late(tmp_path_factory):
     """How each line of LATE ends: all in one process, where each alone would import torch."""
     cwd = tmp_path_factory.mktemp("late")
-    (cwd / "empty.txt").write_text("")
     (cwd / "short.txt").write_text("x" * 21)  # and an end of text
     (cwd / "vocabulary").mkdir()
     nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
@@ -143,25 +99,6 @@ def late(tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(LATE)), ids=[line for line, _ in LATE])
 def test_a_mistake_that_shows_late_is_told_as_well(late, number):
     assert_refused(late[number], LATE[number][1])
-
-
-def test_a_fault_of_ours_is_1_with_a_traceback(tmp_path):
-    program = """
-import sys
-from gpt2_fp8 import run
-from gpt2_fp8.train.module import GPT2Module
-
-def training_step(*_):
-    raise RuntimeError("the roof fell in")
-
-GPT2Module.training_step = training_step
-sys.exit(run.main(sys.argv[1:]))
-"""
-    done = script(program, tmp_path, *SMALL, "run_name=run")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "RuntimeError: the roof fell in" in done.stderr
-    assert summary(tmp_path / "outputs/run")["status"] == "failed"
 
 
 LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_interval=200", "logger=csv",
@@ -185,15 +122,14 @@ def interrupt(number, started, *arguments, cwd):
     return process.returncode, output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_run_goes_on_later(tmp_path, number, code):
+def test_a_signal_saves_and_the_run_goes_on_later(tmp_path):
     folder = tmp_path / "outputs/run"
-    ended, output = interrupt(number, folder / "metrics.csv", *LONG, cwd=tmp_path)
-    assert ended == code, output
+    ended, output = interrupt(signal.SIGTERM, folder / "metrics.csv", *LONG, cwd=tmp_path)
+    assert ended == 143, output
     assert "; run_name=run ckpt_path=last continues" in output
     assert "Traceback" not in output
     report = summary(folder)
-    assert (report["status"], report["exit_code"]) == ("stopped", code)
+    assert (report["status"], report["exit_code"]) == ("stopped", 143)
     assert 0 < report["steps"] < 400
     assert checkpoint(folder, report["steps"]).is_dir()
     done = forked(*LONG, "ckpt_path=last", cwd=tmp_path)
@@ -215,9 +151,9 @@ def test_a_signal_ends_a_whole_sweep(tmp_path):
     assert "Sweep of 2 jobs: 1 stopped, 1 not run" in output
 
 
-# After each job: what it left in the process for the next. At the end: what Hydra hands to a sweeper.
+# What each job left in the process for the next, and what Hydra hands to a sweeper.
 SWEEP = """
-import json, logging, os, signal, sys, warnings
+import json, os, signal, sys, warnings
 import hydra.core.utils
 
 states, values = [], []
@@ -240,13 +176,11 @@ def state():
     return {
         "dtype": str(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "benchmark": torch.backends.cudnn.benchmark,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
         "warnings": len(warnings.filters),
-        "loggers": {name: logging.getLogger(name).level for name in ("gpt2_fp8", "lightning.pytorch")},
         "environment": sorted(item for item in os.environ.items() if item[0] != "PL_GLOBAL_SEED"),
     }
 
@@ -302,12 +236,7 @@ def test_a_sweep_ends_with_its_table(sweep):
     rows = rows_of(folder)
     losses = [float(row["best_val_loss"]) for row in rows]
     assert losses == sorted(losses)
-    assert sorted((row["precision"], row["seed"]) for row in rows) == [
-        ("bf16", "1"),
-        ("bf16", "2"),
-        ("fp32", "1"),
-        ("fp32", "2"),
-    ]
+    assert sorted((row["precision"], int(row["seed"])) for row in rows) == sorted(KINDS)
     assert set(rows[0]) & {"model.dropout", "run_name"} == set(), "they do not differ"
     for row in rows:
         report = summary(folder / row["job"])
@@ -323,16 +252,15 @@ def test_a_job_leaves_nothing_to_the_next(sweep):
     before, after = states[2::2], states[3::2]  # the first job's imports change things for good
     for state in [*before, *after]:
         assert state == states[1]
-    for key in ("dtype", "deterministic", "benchmark", "autocast", "grad", "threads", "handlers"):
+    for key in ("dtype", "deterministic", "autocast", "grad", "threads", "handlers"):
         assert states[0][key] == states[1][key]
 
 
-@pytest.mark.parametrize("job", [1, 3])
-def test_a_job_is_the_run_by_itself_bit_for_bit(sweep, tmp_path, job):
-    precision, seed = KINDS[job]
+def test_a_job_is_the_run_by_itself_bit_for_bit(sweep, tmp_path):
+    precision, seed = KINDS[3]
     done = forked(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    folder, single = sweep[0] / str(job), tmp_path / "outputs/single"
+    folder, single = sweep[0] / "3", tmp_path / "outputs/single"
     for column in ("train_loss", "val_loss", "grad_norm"):
         assert metrics(folder)[column] == metrics(single)[column]
     weights = [checkpoint(run, 12) / "model.safetensors" for run in (folder, single)]
@@ -352,10 +280,3 @@ def test_a_job_that_fails_takes_no_other_with_it(tmp_path):
     assert metrics(tmp_path / "outputs/sweep/0")["train_loss"] == metrics(tmp_path / "outputs/sweep/2")["train_loss"]
     assert [row["status"] for row in rows_of(tmp_path / "outputs/sweep")] == ["completed", "completed", "refused"]
     assert "Sweep of 3 jobs: 2 completed, 1 refused" in done.stdout
-
-
-def test_a_sweep_in_a_folder_of_ones_own_with_another_current_folder(tmp_path):
-    words = ["hydra.sweep.dir=mine", "hydra.sweep.subdir='a/${seed}'", "hydra.job.chdir=true", "seed=1,2"]
-    done = forked("-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(row["job"] for row in rows_of(tmp_path / "mine")) == ["a/1", "a/2"]

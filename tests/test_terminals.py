@@ -2,11 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-
-import pytest
 
 from tests.runs import SMALL, forked, summary
 from tests.terminals import Terminal
@@ -29,57 +26,37 @@ def rest_is_ours(lines):
     return [line for line in lines if not (STAMP.match(line) and OURS.match(STAMP.sub("", line)))]
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """The first command, shorter, into a pipe; its whole output. `srun` is there, as on a cluster's login node."""
-    folder = tmp_path_factory.mktemp("first")
-    tools = tmp_path_factory.mktemp("bin")
-    (tools / "srun").write_text("#!/bin/sh\n")
-    (tools / "srun").chmod(0o755)
+def test_the_first_command_into_a_pipe_says_what_its_log_has_and_nothing_that_is_not_ours(tmp_path):
+    """`srun` is there, as on a cluster's login node."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/srun").chmod(0o755)
     words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
     done = subprocess.run(
-        [sys.executable, *RUN, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tools}:{os.environ['PATH']}"},
-    )
+        [sys.executable, *RUN, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return folder, done
-
-
-def test_the_first_command_says_nothing_that_is_not_ours(first):
-    _, done = first
     assert done.stderr == ""
     assert rest_is_ours(done.stdout.splitlines()) == []
     assert "\x1b" not in done.stdout
-
-
-def test_a_pipe_has_what_run_log_has(first):
-    folder, done = first
-    assert (folder / "outputs/first/run.log").read_text() == done.stdout
-
-
-def test_the_log_has_every_interval_and_validation(first):
-    folder, done = first
+    assert (tmp_path / "outputs/first/run.log").read_text() == done.stdout
+    assert "precision  fp32 instead of fp8_hybrid: " in done.stdout
+    assert "sample at step 12: " in done.stdout
+    assert sorted(os.listdir(tmp_path)) == ["bin", "outputs"]
+    assert os.listdir(tmp_path / "outputs") == ["first"]
     lines = [STAMP.sub("", line) for line in done.stdout.splitlines()]
     steps = [line.split()[1] for line in lines if line.startswith("step ") and "  loss " in line]
     assert steps == ["1/12", "10/12", "12/12"]
     losses = [line for line in lines if "  val_loss " in line]
     assert [line.split()[1] for line in losses] == ["5/12", "10/12", "12/12"]
-    report = summary(folder / "outputs/first")
+    report = summary(tmp_path / "outputs/first")
     assert f"val_loss {report['last_val_loss']:.4f}" in losses[-1]
     assert losses[0].endswith("  best")
-
-
-def test_the_next_command_goes_on(first):
-    folder, done = first
-    (command,) = re.findall(r"next: python -m gpt2_fp8.run (.*)", done.stdout)
-    assert "trainer.max_steps=24" in command
-    again = forked(*command.split(), cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert re.search(r"completed 24 steps, 12 of them in ", again.stdout)
+    again = forked(*words, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds a run, saved up to step-00000012" in again.stderr
+    assert summary(tmp_path / "outputs/first") == report, "as the run that has the name left it"
 
 
 def test_the_first_line_comes_before_torch(tmp_path):
@@ -120,33 +97,7 @@ def test_a_terminal_has_one_bar_and_whole_lines_above_it(tmp_path):
     assert "\x1b" not in kept
 
 
-@pytest.mark.parametrize(
-    "environment", [{"TERM": "dumb"}, pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow)], ids=str
-)
-def test_a_terminal_that_is_to_have_plain_text(environment, tmp_path):
-    terminal = Terminal(*RUN, *WORDS, "run_name=x", cwd=tmp_path, columns=WIDE, environment=environment)
-    assert terminal.end() == 0
-    assert b"\x1b" not in terminal.written
-    assert rest_is_ours(terminal.text) == []
-    assert any("/12  loss " in row for row in terminal.text)
-
-
 LONG = [*WORDS, "trainer.max_steps=100000", "run_name=x", "data.val_sequences=0", "trainer.log_every_n_steps=5"]
-
-
-@pytest.mark.slow
-def test_a_terminal_of_another_width(tmp_path):
-    """Wide, narrow, and wide again: there is one bar, on one row, at every moment that it is drawn."""
-    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=150)
-    terminal.read_until(lambda t: len(bars(t)) == 1 and "loss" in bars(t)[0])
-    for columns in (40, 20, 100):
-        terminal.resize(columns)
-        before = len(terminal.written)
-        terminal.read_until(lambda t, before=before: len(t.written) > before + 400)
-    terminal.read_until(lambda t: any("loss" in bar for bar in bars(t)[-1:]))  # what is read may end within a bar
-    assert len(bars(terminal)[-1]) < 100
-    os.kill(terminal.pid, signal.SIGTERM)
-    assert terminal.end() == 143
 
 
 def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
@@ -161,17 +112,3 @@ def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
     assert text[-1] == "stopped by signal 2; run_name=x ckpt_path=last continues"
     assert summary(tmp_path / "outputs/x")["status"] == "stopped"
     assert not terminal.screen.cursor.hidden
-
-
-@pytest.mark.slow
-def test_two_ranks_have_one_bar_and_one_log(tmp_path):
-    """Started by the command of all programs, which Lightning starts again for the other rank."""
-    ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "run_name=x"]
-    words = [word for word in WORDS if word != "trainer=cpu"]
-    terminal = Terminal("-m", "gpt2_fp8", "run", *words, *ranks, cwd=tmp_path, columns=WIDE)
-    assert terminal.end() == 0
-    assert len(bars(terminal)) == 1
-    others = rest_is_ours([row for row in terminal.text if not BAR.match(row)])
-    assert [row for row in others if not re.search("Gloo|gloo", row)] == []
-    kept = (tmp_path / "outputs/x/run.log").read_text()
-    assert len(re.findall(r"step +12/12  loss ", kept)) == 1

@@ -5,15 +5,13 @@
 
 `hub.faults` is a list of faults for the next requests of a data file's bytes: "" for none, a status such as "500",
 "reset" (the connection breaks in the middle of the body), "truncated" (half the body, under a Content-Length that says
-so), "short" (half of what Content-Length says) or "stall" (nothing comes for `Hub.stall` seconds). With
-`hub.rate` above 0 every request, whatever it is for, meets a fault by that probability, drawn from a seed.
+so), "short" (half of what Content-Length says) or "stall" (nothing comes for `Hub.stall` seconds).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 import socket
 import struct
@@ -23,7 +21,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 Repos = dict[str, dict[str, bytes]]
-KINDS = ("500", "503", "429", "reset", "truncated", "short", "stall")
 
 
 class Hub:
@@ -32,11 +29,8 @@ class Hub:
     def __init__(self, repos: Repos):
         self.repos = repos
         self.faults: list[str] = []
-        self.rate = 0.0
         self.stall = 2.0  # seconds
         self.refuse: int | None = None  # the status of every answer from now on
-        self.happened: list[str] = []  # the faults by `rate`
-        self._random = random.Random(0)
         self.requests: list[str] = []
         self.sent = 0  # bytes of bodies
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -51,16 +45,6 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
-    def draw(self, body: bool) -> str | None:
-        """A fault for the next request, or none; some need a body of data."""
-        if self._random.random() >= self.rate:
-            return None
-        kind = self._random.choice([k for k in KINDS if body or k not in ("truncated", "short")])
-        if kind == "stall" and self.happened.count("stall") >= 2:  # each costs its seconds
-            kind = "500"
-        self.happened.append(kind)
-        return kind
-
     def commit(self, repo: str) -> str:
         """The one commit that a repository has, under the names `main`, `refs/convert/parquet` and its own."""
         return hashlib.sha1(repo.encode()).hexdigest()
@@ -68,7 +52,6 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
-    fault: str | None  # of this request
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -88,14 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict | None = None) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        self.fault = None
-        if self.hub.rate and not path.endswith(".md"):
-            self.fault = self.hub.draw(body=self.command == "GET" and "/resolve/" in path)
-        if self.fault == "stall":
-            time.sleep(self.hub.stall)
-        if self.hub.refuse or self.fault in ("500", "503", "429"):
-            headers = {"Retry-After": "1"} if self.fault == "429" else {}
-            return self._send(self.hub.refuse or int(str(self.fault)), b"no", headers)
+        if self.hub.refuse:
+            return self._send(self.hub.refuse, b"no", {})
         known = next((r for r in self.hub.repos if re.match(rf"(/api)?/datasets/{re.escape(r)}(/|$)", path)), None)
         if known is None:
             return self._refuse("RepoNotFound", 401 if path.startswith("/api") else 404)
@@ -136,10 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
             stop = min(stop, int(wanted[2]) + 1) if wanted[2] else stop
         part = content[start:stop]
         is_data = self.command == "GET" and not name.endswith(".md")
-        fault = self.hub.faults.pop(0) if is_data and self.hub.faults else self.fault
+        fault = self.hub.faults.pop(0) if is_data and self.hub.faults else ""
         if fault in ("500", "503", "429", "403"):
             return self._send(int(fault), b"no", {})
-        if fault == "stall" and fault != self.fault:
+        if fault == "stall":
             time.sleep(self.hub.stall)
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if wanted:
@@ -150,9 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(206 if wanted else 200, part, headers, cut, reset=fault == "reset")
 
     def _json(self, value: object) -> None:
-        body = json.dumps(value).encode()
-        cut = len(body) // 2 if self.fault == "reset" else None
-        self._send(200, body, {"Content-Type": "application/json"}, cut)
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, code: str, status: int) -> None:
         self._send(status, b'{"error": "refused"}', {"X-Error-Code": code, "X-Error-Message": code})

@@ -11,13 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gpt2_fp8.config.data_schema import FileOrHubData, StdlibData
+from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.errors import DataSourceLost, UserError
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import PIECE_CHARACTERS, cut, tokenise
+from gpt2_fp8.data.documents import tokenise
 from gpt2_fp8.data.files import TRAIN_MODULES, VAL_MODULES, FilesSource, StdlibSource
 from gpt2_fp8.data.reader import with_retries
-from gpt2_fp8.data.sources import build_source
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -85,15 +84,6 @@ def test_txt_is_cut_at_newlines_and_its_tail_held_out(tmp_path: Path, monkeypatc
     assert counts.invalid_utf8 == 0
 
 
-def test_globs_are_sorted_and_val_files_never_trained_on(tmp_path: Path) -> None:
-    for name in ("b/2.jsonl", "b/1.jsonl", "c.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_jsonl(tmp_path / name, [name])
-    corpus = FilesSource([f"{tmp_path}/**/*.jsonl"], [f"{tmp_path}/b/2.jsonl"], 0.5).corpus()
-    assert [Path(u.path).name for u in corpus.train] == ["1.jsonl", "c.jsonl"]
-    assert [Path(u.path).name for u in corpus.val] == ["2.jsonl"]
-
-
 def test_a_file_with_several_names_is_read_once_as_it_is_named_first(tmp_path: Path) -> None:
     good, link, other = (tmp_path / name for name in ("good.txt", "a_link.txt", "other.txt"))
     good.write_text("text\n" * 9)
@@ -121,14 +111,6 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         FilesSource([], [], 0.0).corpus()
 
 
-def test_cut_leaves_no_trace_in_the_text() -> None:
-    text = ("word " * (PIECE_CHARACTERS // 2)) + "x" * (2 * PIECE_CHARACTERS + 5)
-    pieces = list(cut(text))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= PIECE_CHARACTERS
-    assert pieces[1].startswith(" ")
-
-
 def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     made = module(files_config(path, val_fraction=0.2, val_sequences=10))
@@ -142,19 +124,6 @@ def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
     assert module(files_config(path)).val_dataloader() == []
     with pytest.raises(UserError, match="validation text is too short"):
         module(files_config(path, val_sequences=10))
-
-
-def test_file_or_hub_prefers_the_file(tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        "name": "x", "kind": "file_or_hub", "repo": "a/b", "revision": "main", "train_files": ["*"], "val_files": [],
-        "text_column": "text", "tokenizer": "bytes", "num_workers": 0, "seed": 7, "val_sequences": 1, "cache_dir": None,
-        "val_fraction": 0.5,
-    }  # fmt: skip
-    (tmp_path / "a.txt").write_text("line\n" * 10)
-    source = build_source(FileOrHubData(**values, path=str(tmp_path / "a.txt")))
-    assert isinstance(source, FilesSource)
-    assert read(source, source.corpus().val)[0] == ["line\n" * 5]
-    assert type(build_source(FileOrHubData(**values, path=str(tmp_path / "none.txt")))).__name__ == "HubSource"
 
 
 def test_retries_are_counted_and_end() -> None:

@@ -29,13 +29,7 @@ def test_compressed_lines_through_workers(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"repo": "Org/none"}, "data.repo"),
-        ({"revision": "v9"}, "data.revision"),
-        ({"train_files": ["*.parquet"]}, "data.train_files"),
-        ({"text_column": "content"}, "data.text_column"),
-    ],
+    ("changes", "said"), [({"revision": "v9"}, "data.revision"), ({"train_files": ["*.parquet"]}, "data.train_files")]
 )
 def test_what_the_user_can_mend_is_said_at_once(hub: Hub, client: Client, changes: dict[str, Any], said: str) -> None:
     before = len(hub.requests)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.mixing import lanes_of
 from gpt2_fp8.data.order import lane_count, permutation
-from gpt2_fp8.data.units import Tokens
-from gpt2_fp8.runtime import signals
-from gpt2_fp8.runtime.signals import Interrupted
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 
 
@@ -162,8 +159,6 @@ def test_changed_data_is_refused_with_each_difference(many_units: Path) -> None:
         "the training text (its checksum)",
         "seed",
     ]
-    from gpt2_fp8.data.datamodule import TokenDataModule
-
     early = TokenDataModule(
         files_config(many_units), n_positions=16, global_batch_size=8, micro_batch_size=4, max_steps=20
     )
@@ -188,22 +183,3 @@ def test_the_lanes_of_a_rank_are_those_of_all_its_sequences() -> None:
         for rank in range(world):
             assert lanes_of(rank, world, n_lanes, size) == sorted({j % n_lanes for j in range(rank, size, world)})
     assert lanes_of(1, 2, 16, 10**15) == list(range(1, 16, 2))
-
-
-def test_a_signal_ends_the_reading_of_a_step(tmp_path: Path) -> None:
-    """However many sequences it has: what is read was not trained on."""
-    made = module(files_config(write_jsonl(tmp_path / "a.jsonl", ["x" * 1000])), global_batch_size=10**6)
-    batches = rank_batches(made, 0, 1)
-    (lane,) = batches.lanes.values()
-    read, deal = [], lane.next
-
-    def next_block() -> Tokens:
-        read.append(1)
-        if len(read) == 100:
-            signal.raise_signal(signal.SIGTERM)
-        return deal()
-
-    lane.next = next_block  # type: ignore[method-assign]
-    with signals.handled(), pytest.raises(Interrupted):
-        batches.next()
-    assert len(read) == 100

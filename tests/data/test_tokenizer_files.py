@@ -90,15 +90,12 @@ def test_a_document_cannot_end_itself_and_has_no_token_added(tmp_path: Path) -> 
 CODE = "\n".join(Path(module.__file__ or "").read_text() for module in (json, importlib.util, json.decoder)) * 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "unigram", "metaspace, first", "bytes, with a blank in front"])
-@pytest.mark.parametrize("characters", [300, pytest.param(7000, marks=pytest.mark.slow)])
-def test_a_long_document_has_the_ids_of_one_go(
-    tmp_path: Path, kind: str, characters: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["llama", "unigram", "bytes, with a blank in front"])
+def test_a_long_document_has_the_ids_of_one_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run of blanks, or of what no token has, is longer than a piece and what is read around it."""
     tokenizer = load_file(str(write_trained(tmp_path, kind, CODE)))
     for text in (CODE, "a" + " " * 20_000 + "b\n\n" + CODE[:9000] + "\u2603" * 20_000 + CODE[:9000]):
-        monkeypatch.setattr(documents, "PIECE_CHARACTERS", characters)
+        monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
         made = tokenise([text], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
         whole = tokenizer.encode_ordinary(text)
         if text is CODE:
@@ -106,13 +103,12 @@ def test_a_long_document_has_the_ids_of_one_go(
         assert tokenizer.decode(made.tokens[:-1].tolist()).count("def") == tokenizer.decode(whole).count("def") > 10
 
 
-@pytest.mark.parametrize("long", [True, False])
 def test_a_run_with_a_blank_at_each_cut_is_not_continued_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As earlier versions cut long documents; any other run goes on, and no cache of theirs is read."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300 if long else 1 << 20)
-    folder, corpus = write_trained(tmp_path / "t", "llama", CODE), write_jsonl(tmp_path / "a.jsonl", [CODE] * 4)
+    """As earlier versions cut long documents; no cache of theirs is read."""
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
+    folder, corpus = write_trained(tmp_path / "t", "llama", CODE), write_jsonl(tmp_path / "a.jsonl", [CODE])
     config = files_config(corpus, tokenizer=str(folder), cache_dir=str(tmp_path / "cache"))
     with monkeypatch.context() as earlier:
         earlier.setattr(tokenizer, "_json", lambda *of, now=tokenizer._json: (*now(*of)[:2], None))
@@ -121,13 +117,8 @@ def test_a_run_with_a_blank_at_each_cut_is_not_continued_without(
         items(before, 4)
         state = before.state_dict()
     load_tokenizer.cache_clear()
-    now = module(config)
-    if long:
-        with pytest.raises(UserError, match="the text changed under this run"):
-            now.load_state_dict(state)
-    else:
-        now.load_state_dict(state)
-        assert [ids.tolist() for ids in items(now, 4)] == [ids.tolist() for ids in items(before, 4)]
+    with pytest.raises(UserError, match="the text changed under this run"):
+        module(config).load_state_dict(state)
 
 
 def test_a_byte_level_tokenizer_keeps_the_ids_that_it_gave_to_pieces(
@@ -166,14 +157,10 @@ def base() -> RunConfig:
 
 
 REFUSED = [
-    ("gpt3", "neither gpt2 nor bytes, and no file or folder"),
     ("empty", "the folder has no tokenizer.json and no tokenizer.model"),
-    ("/dev/zero", "it is no regular file"),
     ("gap.model", "its ranks are not those of all bytes"),
-    ("huge.json", "its ids are not whole numbers"),
     ("endless", "2 special tokens, and none is known to end a document"),
     ("wrong", "'<end>', which ends a document, is none of them"),
-    ("fits model.vocab_size=6", "the tokenizer has 7 tokens"),
     ("fits.model model.vocab_size=300", "the tokenizer has 523 tokens"),
 ]
 
@@ -184,35 +171,10 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfi
     (tmp_path / "empty").mkdir()
     write_ranks(tmp_path / "gap.model", RANKS[1:])
     write_ranks(tmp_path / "fits.model")
-    write_json(tmp_path / "huge", WORDS, ["</s>"])
-    (tmp_path / "huge.json").write_text((tmp_path / "huge/tokenizer.json").read_text().replace("5", str(1 << 31)))
     write_json(tmp_path / "endless", WORDS, ["<s>", "</s>"])
     write_json(tmp_path / "wrong", WORDS, ["<s>", "</s>"], "<end>")
-    write_json(tmp_path / "fits", WORDS, ["<s>", "</s>"], "</s>")
     name, _, vocab_size = word.partition(" model.vocab_size=")
     data = replace(base.data, tokenizer=name.strip("'").replace("\\t", "\t"))
     model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
     (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
     assert cause in problem.cause
-
-
-def test_a_library_that_is_missing_is_named_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
-    real = importlib.util.find_spec
-    monkeypatch.setattr(tokenizer_file, "find_spec", lambda name: None if name == "tokenizers" else real(name))
-    with pytest.raises(UserError) as caught:
-        compose.preflight(["run_name=r", f"data.tokenizer={folder}"])
-    (problem,) = caught.value.problems
-    assert "the library tokenizers, which reads it, is not installed" in problem.cause
-
-
-def test_a_command_line_takes_a_folder(tmp_path: Path) -> None:
-    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
-    (config,) = compose.preflight(["run_name=r", f"data.tokenizer={folder}"])
-    assert checks.vocabulary(config) == 6
-    assert load_tokenizer(config.data.tokenizer).n_vocab == 6
-    with pytest.raises(UserError, match="neither gpt2 nor bytes") as caught:
-        compose.preflight(["run_name=r", "data.tokenizer=gpt3", "optim.lr=nan"])
-    assert len(caught.value.problems) == 2, "all at once"

@@ -36,20 +36,12 @@ def alive(pid):
     return True
 
 
-@pytest.fixture(scope="module")
-def ended():
-    """How the program ended."""
-    return subprocess.run(
+def test_a_compilation_under_way_survives_a_signal_to_the_group_and_no_worker_the_process():
+    ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, start_new_session=True
     )
-
-
-def test_a_compilation_under_way_survives_a_signal_to_the_group(ended):
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("compiled\n")
-
-
-def test_no_worker_outlives_the_process(ended):
     pids = [int(word) for word in ended.stdout.split() if word.isdigit()]
     assert len(pids) == 2
     deadline = time.monotonic() + 30

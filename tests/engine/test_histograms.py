@@ -43,13 +43,3 @@ def test_what_is_not_finite_is_left_out_and_zeros_are_not():
     assert sum(found[0].counts) == 4
     assert (np.diff(found[0].edges) > 0).all(), "TensorBoard wants edges that rise"
     assert found[1].norm == pytest.approx(2 * 2**0.5), "before clipping by a half"
-
-
-def test_deterministic_algorithms_stay_as_they_were():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        histograms.count([torch.ones(3)])
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -128,18 +128,3 @@ def test_a_skipped_update_changes_nothing_and_leaves_no_trace(after):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), skipping.parameters(), strict=True))
     for a, b in zip(plain.parameters(), skipping.parameters(), strict=True):
         assert all(torch.equal(tensor, other.state[b][name]) for name, tensor in one.state[a].items())
-
-
-def test_a_state_that_was_saved_goes_on_as_if_nothing_had_been():
-    whole, legs = build(), build()
-    one, first = build_optimizer(whole, OPTIM, CHOICE), build_optimizer(legs, OPTIM, CHOICE)
-    for seed in range(4):
-        fill(whole, seed)
-        one.step()
-        if seed == 2:
-            saved = copy.deepcopy(first.state_dict())
-            first = build_optimizer(legs, OPTIM, CHOICE)
-            first.load_state_dict(saved)
-        fill(legs, seed)
-        first.step()
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), legs.parameters(), strict=True))

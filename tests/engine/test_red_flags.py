@@ -10,7 +10,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.engine.red_flags import IN_A_ROW, QUIET, SETTLED, FP8RedFlags
+from gpt2_fp8.engine.red_flags import QUIET, SETTLED, FP8RedFlags
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -47,16 +47,11 @@ def test_a_healthy_run_raises_none():
 
 RAISED = [
     (recipe(), {"amax": math.nan}, "the amax of the input of blocks.1.fc1 is nan"),
-    (recipe(), {"amax": math.inf}, "the amax of the input of blocks.1.fc1 is inf"),
     (recipe(), {"amax": 0.0}, "the amax of the input of blocks.1.fc1 is 0: every value of it is"),
     (recipe(), {"scale": 2.0**60}, "the scale of the input of blocks.1.fc1 is 1.15e+18, at an amax of 4"),
-    (recipe(), {"scale": 0.0}, "the scale of the input of blocks.1.fc1 is 0, at an amax of 4"),
     (recipe(), {"saturated": 0.02}, "2.00% of the input of blocks.1.fc1 saturates (headroom 0.00)"),
     (recipe(3), {"flushed": 0.5}, "50% of the input of blocks.1.fc1 becomes 0 (headroom 0.00)"),
-    (recipe(), {"flushed": 0.5}, "50% of the input of blocks.1.fc1 becomes 0 (headroom 0.00)"),
-    (STATELESS, {"flushed": 0.5, "jump": None}, "50% of the input of blocks.1.fc1 becomes 0 (headroom 0.00)"),
     (STATELESS, {"saturated": 0.5, "jump": None}, "50.00% of the input of blocks.1.fc1 saturates (headroom 0.00)"),
-    (recipe(), {"flushed": 0.5, "kind": "gradient"}, "50% of the gradient of blocks.1.fc1 becomes 0 (headroom 0.00)"),
     (recipe(), {"jump": -9.0}, "the scale of the input of blocks.1.fc1 has changed by 2^-9.0, to 112"),
 ]
 
@@ -92,23 +87,6 @@ def test_a_delayed_scale_may_lag_once():
         assert len(said) == 1
 
 
-def test_one_line_names_the_worst_of_several_tensors():
-    made, said = flags()
-    several = [health(f"blocks.{i}.fc2", saturated=0.01 * i) for i in range(1, 5)]
-    for step in (1, 2):
-        made.judge(step, several)
-    assert len(said) == 1
-    assert "4.00% of the input of blocks.4.fc2 saturates (headroom 0.00) (and of 3 other tensors)" in said[0]
-
-
-def test_the_margin_that_is_named_is_as_large_as_what_is_lacking():
-    for headroom, margin in ((-0.1, 1), (0.4, 1), (-2.3, 3), (math.nan, 1)):
-        made, said = flags()
-        for step in (1, 2):
-            made.judge(step, [health(saturated=0.5, headroom=headroom)])
-        assert f"recipe.margin={margin} leaves more headroom" in said[0]
-
-
 def test_the_same_flag_is_quiet_for_a_while_and_a_new_tensor_is_not():
     made, said = flags()
     bad = health(saturated=0.5)
@@ -129,15 +107,3 @@ def test_jumps_of_the_first_readings_and_of_the_warm_up_are_not_judged():
     assert said == []
     made.judge(110, [health(jump=12.0)])
     assert "has changed by 2^12.0" in said[0]
-
-
-def test_a_scale_that_does_not_settle():
-    made, said = settled()
-    for i in range(IN_A_ROW):
-        assert said == []
-        made.judge(100 + i, [health(jump=3.0 * (-1) ** i)])
-    assert "the scale of the input of blocks.1.fc1 does not settle" in said[0]
-    made, said = settled()
-    for i in range(4 * IN_A_ROW):
-        made.judge(100 + i, [health(jump=0.0 if i % IN_A_ROW == 0 else 3.0)])
-    assert said == []

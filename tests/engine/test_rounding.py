@@ -84,18 +84,3 @@ def test_a_second_moment_rounded_to_nearest_never_falls_and_one_rounded_stochast
     stochastic = moving_average(lambda x, update: round_stochastically(x, random_bits(keys.at(update), 0, 2048, CPU)))
     assert nearest > 5
     assert abs(stochastic - 1) < 0.01
-
-
-def test_a_first_moment_rounded_to_nearest_is_closer_than_one_rounded_stochastically():
-    """At beta1 = 0.9 noise moves it by more than a last bit in every step, so nothing stays behind."""
-    generator, keys = torch.Generator().manual_seed(0), Keys.of(1, "weight")
-    exact, nearest, stochastic = (torch.zeros(4096, dtype=torch.float64), torch.zeros(4096), torch.zeros(4096))
-    for update in range(1, 301):
-        gradient = torch.randn(4096, generator=generator) + 0.1
-        exact = exact * 0.9 + gradient.double() * 0.1
-        nearest = (nearest * 0.9 + gradient * 0.1).bfloat16().float()
-        bits_now = random_bits(keys.at(update), 0, 4096, CPU)
-        stochastic = round_stochastically(stochastic * 0.9 + gradient * 0.1, bits_now).float()
-    error = [((kept - exact).norm() / exact.norm()).item() for kept in (nearest, stochastic)]
-    assert error[0] < error[1] < 0.01
-    assert abs((nearest - exact).mean() / exact.mean()) < 0.002, "without a bias"

@@ -104,22 +104,6 @@ def test_a_skipped_update_changes_nothing_and_leaves_no_trace(first):
         assert torch.equal(tensor, other.state[skipping][name])
 
 
-def test_a_state_that_was_saved_goes_on_as_if_nothing_had_been():
-    given, whole, legs = gradients(count=6), weights(), weights()
-    steps(one := optimizer_of([whole]), whole, given)
-    steps(first := optimizer_of([legs]), legs, given[:3])
-    saved = copy.deepcopy(first.state_dict())
-    second = optimizer_of([legs])
-    second.load_state_dict(saved)
-    for name, tensor in saved["state"][0].items():
-        assert second.state[legs][name].dtype == tensor.dtype, "torch's own would make it float32"
-        assert second.state[legs][name].data_ptr() != tensor.data_ptr()
-    steps(second, legs, given[3:])
-    assert torch.equal(whole, legs)
-    for name, tensor in one.state[whole].items():
-        assert torch.equal(tensor, second.state[legs][name])
-
-
 def test_another_seed_or_name_rounds_otherwise_and_the_same_the_same():
     found = []
     for seed in (1, 1, 2):

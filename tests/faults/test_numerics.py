@@ -1,7 +1,6 @@
 """Faults 29 to 37: numbers that are not finite, and training that diverges. FP8 is pretended: see `pretended`."""
 
 import logging
-import math
 import os
 import signal
 from dataclasses import replace
@@ -9,17 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.schedule import learning_rate_factor
-from gpt2_fp8.fp8 import state as magnitudes
-from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.plain import Reference
-from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back
-from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
@@ -81,18 +74,6 @@ def test_30_a_step_run_again_counts_once_and_leaves_no_trace(rerun, clean):
     assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
 
 
-def test_30_magnitudes_that_are_not_finite_count_for_nothing():
-    model = torch.nn.Module()
-    model.scales = Scales(DelayedScaling(2, 0, False, torch.float8_e4m3fn, torch.float8_e5m2))
-    model.scales.reserve("forward")
-    model.scales.reserve("gradient")
-    model.scales.allocate(torch.device("cpu"))
-    model.scales.history.copy_(torch.tensor([[NAN, math.inf], [3.0, 4.0]]))
-    magnitudes.limit(model, 1)
-    assert model.scales.history.tolist() == [[0, 0], [3, 4]]
-    assert model.scales.scale.tolist() == [1, 1], "scales are as they were"
-
-
 class BeforeWhatever(Faults):
     """A loss that is NaN in FP8 in the steps before a validation (5), a checkpoint (8) and a log alone (10), which are
     finished early, in one that nothing follows (2), and in the last."""
@@ -101,9 +82,8 @@ class BeforeWhatever(Faults):
         return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
 
 
-@pytest.mark.parametrize("log_every", [100, 10])
-def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path, log_every):
-    keys = [f"trainer.log_every_n_steps={log_every}", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
+def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path):
+    keys = ["trainer.log_every_n_steps=10", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
     folders = tmp_path / "clean", tmp_path / "run"
     for folder, faults in zip(folders, (Faults(), BeforeWhatever()), strict=True):
         with going_wrong(faults):
@@ -174,16 +154,6 @@ def test_31_a_run_that_is_killed_before_it_notices_goes_back_when_it_goes_on(tmp
     assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
 
 
-def test_31_after_the_last_step_there_is_no_next_one_to_notice_it(tmp_path):
-    keys = ["precision=fp32", "trainer.max_steps=6", "trainer.val_check_interval=6"]
-    with (
-        going_wrong(NanWeight(), fp8=False),
-        pytest.raises(Diverged, match="after step 6 there are weights that are not finite"),
-    ):
-        train(tmp_path / "run", *keys)
-    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
-
-
 class NoLoss(Faults):
     """None is finite, in any precision."""
 
@@ -200,12 +170,11 @@ def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
     assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
 
 
-@pytest.mark.parametrize("keys", [[], ["trainer.val_check_interval=1"]], ids=["at the end", "at each step"])
-def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp_path, keys):
+def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp_path):
     """One update is so large that nothing is finite after it; its weights are, and too few steps are left out."""
     few = ["trainer.max_steps=4", "trainer.val_check_interval=4", "callbacks.sample_tokens=0", "precision=fp32"]
     with pytest.raises(Diverged, match="after step 4 the validation loss is not finite; a lower "):
-        train(tmp_path / "run", *few, "optim.lr=1e30", "optim.warmup_steps=0", *keys)
+        train(tmp_path / "run", *few, "optim.lr=1e30", "optim.warmup_steps=0")
     assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
     assert summary(tmp_path / "run")["best_val_loss"] is None
 
@@ -232,28 +201,10 @@ def test_32_a_batch_that_is_bad_in_bf16_too_is_left_out_and_counts_as_a_step(tmp
     assert (report["steps"], report["skipped_steps"]) == (12, 1)
     assert happened(tmp_path / "run") == [(7, "skip")]
     assert (fallback(tmp_path / "run")["reruns"], fallback(tmp_path / "run")["skipped"]) == (1, 1)
-    assert [r.getMessage() for r in caplog.records if "counts as a step" in r.getMessage()] == [
-        "step 7: its loss was not finite, in FP8 and in bf16; the batch is left out and counts as a step"
-    ]
+    assert sum("counts as a step" in record.getMessage() for record in caplog.records) == 1
     assert metrics(tmp_path / "run")["lr"] == metrics(clean)["lr"]
     ours, theirs = (read(checkpoint(folder, 12))["TokenDataModule"] for folder in (tmp_path / "run", clean))
     assert ours["lanes"] == theirs["lanes"], "the text went on"
-
-
-class Spike(Faults):
-    """Step 9's loss is ten times what it is."""
-
-    def loss(self, module, step, precision):
-        return 10.0 if step == 9 else 1.0
-
-
-def test_33_one_spike_is_said_and_nothing_else(tmp_path, monkeypatch, caplog, clean):
-    monkeypatch.setattr(divergence, "WARM_UP", 4)
-    with going_wrong(Spike()):
-        train(tmp_path / "run", *QUIET, "callbacks.divergence_steps=2")
-    assert happened(tmp_path / "run") == [(9, "spike")]
-    assert "standard deviations" in caplog.text
-    assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(clean, 12))
 
 
 class HotRate(Faults):
@@ -344,32 +295,6 @@ def test_36_a_resumed_run_stays_in_bf16_and_says_so(fallen, clean, caplog):
     assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")], "from the checkpoint"
     # Pretended FP8 is bf16: the run ends where one ends to which nothing happened.
     assert_same_checkpoint(checkpoint(fallen, 12), checkpoint(clean, 12))
-
-
-def test_36_another_precision_on_the_command_line_is_obeyed(fallen):
-    with going_wrong(Faults()):
-        train(fallen, *QUIET, "precision=fp8_e4m3", "trainer.max_steps=13", "ckpt_path=last")
-    assert summary(fallen)["precision"]["ran"] == "fp8_e4m3"
-
-
-def test_36_whether_it_stays_depends_on_what_is_asked_for():
-    (config,) = compose.preflight(["precision=fp8_hybrid"])
-    fused = Fused(config, "fp8_hybrid", "cuda")
-    plan = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, fused)
-    fell = fallen_back(plan, config, "fallback at step 3: why")
-    assert (fell.asked, fell.ran, fell.reason, fell.fell_back) == (
-        "fp8_hybrid", "bf16", "fallback at step 3: why", True,
-    )  # fmt: skip
-    assert (fell.backend.name, fell.backend.compiled, fell.backend.graphs) == ("reference", True, False)
-    saved = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "fallback at step 3: why", "fell_back": True}
-    again = as_before(plan, config, saved)
-    assert replace(again, backend=fell.backend) == fell
-    assert (again.backend.name, again.backend.compiled, again.backend.graphs) == ("reference", True, False)
-    assert as_before(plan, config, saved | {"asked": "fp8_e4m3"}) == plan
-    assert as_before(plan, config, saved | {"fell_back": False}) == plan, "FP8 could not run on that machine"
-    assert as_before(plan, config, {}) == plan, "of a checkpoint of before there was a ladder"
-    elsewhere = replace(plan, ran="fp32", backend=Reference(config, "fp32", "cuda"))
-    assert as_before(elsewhere, config, saved) == replace(elsewhere, fell_back=True), "to be known again on a GPU"
 
 
 ONE_RANK = """

@@ -5,6 +5,7 @@ import tiktoken
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import datamodule
 from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 SHORT = ["trainer.max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint_every_n_steps=2"]
@@ -38,29 +39,19 @@ def test_13_another_model_is_refused_with_every_difference(tmp_path, begun):
     assert "model.n_layer is 1 there, 2 here" in refused(tmp_path, begun, "model.n_layer=2")
 
 
-def test_13_a_head_count_that_changes_no_shape_is_refused(tmp_path, begun):
-    assert "model.n_head is 2 there, 8 here" in refused(tmp_path, begun, "model.n_head=8")
-
-
 def test_14_another_tokenizer_is_refused(tmp_path, begun):
-    from gpt2_fp8.data import datamodule
-
     with pytest.MonkeyPatch.context() as patch:  # of the same size
         patch.setattr(datamodule, "fingerprint", lambda tokenizer: "merges of another text")
         assert "tokenizer" in refused(tmp_path, begun)
 
 
-@pytest.mark.parametrize("change", ["data.tokenizer=bytes", "model.vocab_size=300"])
-def test_107_another_tokenizer_is_told_as_one_and_not_by_its_shapes(tmp_path, begun, change):
+def test_107_another_tokenizer_is_told_as_one_and_not_by_its_shapes(tmp_path, begun):
     """The tables have other rows then, and the optimizer's moments with them."""
-    from gpt2_fp8.data import datamodule
-
     with pytest.MonkeyPatch.context() as patch:
-        if change == "data.tokenizer=bytes":  # the run's own: another one has other ids, and more of them
-            patch.setattr(datamodule, "load_tokenizer", lambda name: larger())
-        said = refused(tmp_path, begun, "model.n_head=4", change)
-    assert "model.n_head is 2 there, 4 here" in said  # all at once
-    assert "the tokenizer (its checksum) was" in said or "model.vocab_size is None there, 300 here" in said
+        patch.setattr(datamodule, "load_tokenizer", lambda name: larger())
+        said = refused(tmp_path, begun, "model.n_head=8")
+    assert "model.n_head is 2 there, 8 here" in said  # all at once, though heads change no shape
+    assert "the tokenizer (its checksum) was" in said
     assert "optimizer" not in said
 
 
@@ -69,13 +60,6 @@ def larger():
     extra = {bytes([65, 65 + value]): 256 + value for value in range(100)}
     ranks = {bytes([value]): value for value in range(256)} | extra
     return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 356})
-
-
-def test_108_another_validation_text_is_refused(tmp_path, begun):
-    """The best would be the lowest loss of two different texts."""
-    said = refused(tmp_path, begun, "data.val_sequences=4")
-    assert "the validation text (its checksum) was" in said
-    assert len(said.splitlines()) == 2
 
 
 def test_108_no_validation_is_no_other_text_and_what_was_is_remembered(tmp_path, begun):
@@ -99,7 +83,6 @@ def test_108_a_checkpoint_that_does_not_say_is_taken_as_before(tmp_path, begun):
     [
         ("data.seed=7", "seed"),
         ("model.n_positions=16", "n_positions"),
-        ("global_batch_size=4", "global_batch_size"),
         ("debug=overfit", "trainer.overfit_batches was 0, and is now 1"),
     ],
 )
@@ -116,15 +99,6 @@ def test_15_another_seed_is_refused_though_the_text_keeps_its_own(tmp_path, begu
     assert said.count("this run cannot be continued exactly: seed was 1337, and is now 7") == 1
     both = refused(tmp_path, begun, "seed=7")
     assert both == said, "told once, though the text has another seed too"
-
-
-def test_15_a_run_that_repeats_its_first_steps_is_continued_as_that_alone(tmp_path):
-    train_until(2, tmp_path / "run", *SHORT, "trainer.overfit_batches=2")
-    begun = checkpoint(tmp_path / "run", 2)
-    assert "trainer.overfit_batches was 2, and is now 0" in refused(tmp_path, begun)
-    train(tmp_path / "plain", *SHORT, f"init_from={begun}")
-    train(tmp_path / "run", *SHORT, "trainer.overfit_batches=2", "ckpt_path=last")
-    assert summary(tmp_path / "run")["steps"] == summary(tmp_path / "plain")["steps"] == 6
 
 
 def test_15_a_checkpoint_that_does_not_say_what_it_repeats_is_of_the_whole_text(tmp_path, begun):

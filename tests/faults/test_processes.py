@@ -7,15 +7,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import workers
 from gpt2_fp8.data.reader import UnitReader
 from tests.data.corpora import files_config, items, module, write_jsonl
-from tests.faults.unlucky import (
-    Once,
-    be_killed,
-    be_stopped,
-    fail,
-    leave,
-    sleep,
-    sluggish,
-)  # fmt: skip
+from tests.faults.unlucky import Once, be_killed, be_stopped, fail
 
 # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -50,13 +42,6 @@ def same(made, corpus):
     return len(got) == len(corpus[1]) and all(np.array_equal(a, b) for a, b in zip(got, corpus[1], strict=True))
 
 
-@pytest.mark.parametrize("made", [(leave, 2)], indirect=True)
-def test_47_a_worker_that_dies_is_replaced(made, corpus, caplog):
-    assert same(made, corpus)
-    assert made.text.pool.counts.worker_deaths == 2
-    assert "a worker process ended with exit code 3" in caplog.text
-
-
 @pytest.mark.parametrize("made", [(fail, 1)], indirect=True)
 def test_47_an_error_in_a_worker_comes_out_with_its_place(made):
     with pytest.raises(AssertionError, match="no such luck") as caught:
@@ -72,16 +57,8 @@ def test_47_a_unit_that_kills_every_worker_ends_the_run(made):
     assert made.text.pool._workers is None  # ended with the error
 
 
-@pytest.mark.parametrize("made", [(be_stopped, 1), pytest.param((sleep, 1), marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("made", [(be_stopped, 1)], indirect=True)
 def test_48_a_worker_without_life_is_replaced(made, corpus, monkeypatch, caplog):
     monkeypatch.setattr(workers, "LIFE_SECONDS", 2.0)
     assert same(made, corpus)
     assert "showed no life for" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [(sluggish, 1)], indirect=True)
-def test_48_a_slow_worker_is_alive(made, corpus, monkeypatch):
-    monkeypatch.setattr(workers, "LIFE_SECONDS", 4.0)
-    assert same(made, corpus)
-    assert made.text.pool.counts.worker_deaths == 0

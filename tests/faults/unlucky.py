@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 
 class Once:
@@ -28,21 +27,5 @@ def be_stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sleep():
-    time.sleep(3600)
-
-
 def fail():
     raise AssertionError("no such luck")
-
-
-def leave():
-    os._exit(3)
-
-
-def sluggish():
-    """Twelve seconds of little work between short sleeps, as a slow network gives it."""
-    until = time.monotonic() + 12
-    while time.monotonic() < until:
-        sum(range(20000))
-        time.sleep(0.1)

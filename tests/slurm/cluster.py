@@ -43,7 +43,10 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=30
-{accounting}
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={dbd}
+AccountingStoragePass={folder}/munge.socket
 MailProg=/bin/true
 JobAcctGatherType=jobacct_gather/none
 PreemptType=preempt/partition_prio
@@ -53,12 +56,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=4 Gres=gpu:2 S
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=4 Gres=gpu:2 State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=120
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE PriorityTier=10 PreemptMode=off
-"""
-_ACCOUNTING = """\
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={dbd}
-AccountingStoragePass={folder}/munge.socket
 """
 _GRES = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n"  # files of that name will do
 _DBD = """\
@@ -88,10 +85,8 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def started(folder: Path, accounting: bool = True) -> Iterator[dict[str, str]]:
+def started(folder: Path) -> Iterator[dict[str, str]]:
     """Start a cluster whose files are in `folder`; yield the environment in which its commands are called.
-
-    Without `accounting` it keeps no accounts, as many a small cluster.
 
     Everything that was started, jobs included, is stopped at the end. Raises RuntimeError with a daemon's log if it
     does not answer.
@@ -99,7 +94,6 @@ def started(folder: Path, accounting: bool = True) -> Iterator[dict[str, str]]:
     folder.chmod(0o755)
     ports = dict(zip(("ctld", "dbd", "sql", *NODES), _free_ports(5), strict=True))
     values = {"folder": folder, "host": socket.gethostname(), "password": secrets.token_hex(8), **ports}
-    values["accounting"] = _ACCOUNTING.format_map(values) if accounting else ""
     for name, text, mode in (("slurm", _SLURM, 0o644), ("slurmdbd", _DBD, 0o600), ("gres", _GRES, 0o644)):
         (folder / f"{name}.conf").write_text(text.format_map(values))
         (folder / f"{name}.conf").chmod(mode)
@@ -136,10 +130,9 @@ def started(folder: Path, accounting: bool = True) -> Iterator[dict[str, str]]:
         files = [f"{option}={folder}/munge.{name}" for option, name in zip(options, munge, strict=True)]
         there = folder / "munge.socket"
         daemon("munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *files, answers=there.exists)
-        if accounting:
-            _database(folder, ports["sql"], str(values["password"]), daemon)
-            daemon("slurmdbd", "-D", answers=lambda: _open(ports["dbd"]))
-            said("sacctmgr", "-i", "add", "cluster", "tests")
+        _database(folder, ports["sql"], str(values["password"]), daemon)
+        daemon("slurmdbd", "-D", answers=lambda: _open(ports["dbd"]))
+        said("sacctmgr", "-i", "add", "cluster", "tests")
         stack.callback(lambda: said("scancel", "-f", "-s", "KILL", "--state=RUNNING"))
         daemon("slurmctld", "-D", answers=lambda: "UP" in said("scontrol", "ping"))
         for node in NODES:

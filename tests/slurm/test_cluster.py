@@ -3,11 +3,8 @@
 Marked slow, and skipped where Debian's packages are not, or where this is not root (`.ci/extras` installs them).
 """
 
-import contextlib
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -177,57 +174,6 @@ def test_a_cancelled_run_is_saved_and_not_requeued(slurm, tmp_path):
     assert json.loads((tmp_path / "outputs/gone/summary.json").read_text())["status"] == "stopped"
 
 
-def process_of(job, rank):
-    """The id of the Python process that is `rank` of a job, or None."""
-    wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_python = b"gpt2_fp8.run" in (process / "cmdline").read_bytes().split(b"\0")[:4]
-            if is_python and wanted <= set((process / "environ").read_text(errors="replace").split("\0")):
-                return int(process.name)
-    return None
-
-
-def test_a_killed_task_ends_its_job_as_failed_and_is_named(slurm, tmp_path):
-    words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=killed"]
-    job, log = sent(slurm, tmp_path, *words, tasks=2)
-    until(lambda: steps_logged(tmp_path / "outputs/killed") > 20, "the run")
-    os.kill(process_of(job, 1), signal.SIGKILL)
-    until(lambda: shown(slurm, job)["JobState"] == "FAILED", "the end", patience=90.0)
-    assert shown(slurm, job)["Restarts"] == "0"
-    assert "task 1: Killed" in log.read_text()
-    assert "rank 1 is gone" in log.read_text()
-    assert json.loads((tmp_path / "outputs/killed/summary.json").read_text())["status"] == "failed"
-    assert process_of(job, 0) is None
-
-
-def test_a_limit_shorter_than_the_start_ends_after_a_second_turn(slurm, tmp_path):
-    """SLURM's signal comes while torch is imported, in both turns."""
-    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={LONG}", "run_name=short"]
-    job, log = sent(slurm, tmp_path, *words)
-    for turn in (1, 2):
-        until(lambda turn=turn: log.exists() and log.read_text().count("loading torch") == turn, f"turn {turn}")
-        said(slurm, "scancel", "--signal=USR1", job)
-        if turn == 1:
-            start_again_now(slurm, job)
-    until(lambda: shown(slurm, job)["JobState"] == "FAILED", "the end")
-    text = log.read_text()
-    assert text.count("is requeued") == 1
-    assert f"SLURM job {job}, which was started again, is at its time limit again" in text
-    assert "fix: a longer limit" in text
-    assert "Traceback" not in text
-
-
-def test_two_nodes_train_as_two_tasks_of_one_do(slurm, tmp_path):
-    words = ["trainer=ddp", "trainer.accelerator=cpu", *SMALL, "trainer.max_steps=20"]
-    one, log = sent(slurm, tmp_path, *words, "trainer.devices=2", "run_name=one", tasks=2)
-    completed(slurm, one, log)
-    two, log = sent(slurm, tmp_path, *words, "trainer.devices=1", "trainer.num_nodes=2", "run_name=two", nodes=2)
-    completed(slurm, two, log)
-    assert shown(slurm, two)["NumNodes"] == "2"
-    assert_as_uninterrupted(tmp_path / "outputs/two", tmp_path / "outputs/one", 20)
-
-
 def launched(slurm, folder, *words):
     """Start a sweep on SLURM, which waits for its jobs."""
     command = [sys.executable, "-m", "gpt2_fp8.run", "-m", "hydra/launcher=slurm", "run_name=sweep", *SMALL, *words]
@@ -266,40 +212,3 @@ def test_a_sweep_of_four_jobs_has_its_table_whatever_becomes_of_them(slurm, tmp_
     alone = ["trainer=cpu", f"trainer.max_steps={steps}", "seed=1", "optim.lr=1e-3", "run_name=whole"]
     said(slurm, sys.executable, "-m", "gpt2_fp8.run", *SMALL, *alone, cwd=tmp_path)
     assert_as_uninterrupted(top / "0", tmp_path / "outputs/whole", steps)
-
-
-def test_one_run_of_two_tasks_by_the_launcher(slurm, tmp_path):
-    sweep = launched(slurm, tmp_path, *TWO_TASKS, "trainer.max_steps=20")
-    assert sweep.wait(PATIENCE) == 0, (tmp_path / "said.txt").read_text()
-    assert "Sweep of 1 job: 1 completed" in (tmp_path / "said.txt").read_text()
-    assert len(metrics(tmp_path / "outputs/sweep/0")["train_loss"]) == 20
-
-
-def test_a_sweep_that_is_left_says_what_goes_on(slurm, tmp_path):
-    sweep = launched(slurm, tmp_path, "trainer=cpu", f"trainer.max_steps={10 * LONG}", "seed=1,2")
-    jobs = until(lambda: len(found := numbers(tmp_path)) == 2 and found, "the jobs")
-    until(lambda: steps_logged(tmp_path / "outputs/sweep/0") > 2, "the first job")
-    sweep.terminate()
-    assert sweep.wait(60) == 143
-    array = jobs[0].partition("_")[0]
-    assert f"`scancel {array}` ends them" in (tmp_path / "said.txt").read_text()
-    assert shown(slurm, jobs[0])["JobState"] == "RUNNING"
-    said(slurm, "scancel", array)
-    assert Path(tmp_path / "outputs/sweep/sweep.csv").exists()
-
-
-def test_a_sweep_on_a_cluster_without_accounts_ends_with_a_killed_job(tmp_path):
-    """submitit asks sacct, which knows nothing there, and waited for ever for a job that left no result."""
-    (tmp_path / "cluster").mkdir()
-    with cluster.started(tmp_path / "cluster", accounting=False) as environment:
-        slurm = environment | {"OMP_NUM_THREADS": "1"}
-        sweep = launched(slurm, tmp_path, "trainer=cpu", "trainer.max_steps=300,30000")
-        jobs = until(lambda: len(found := numbers(tmp_path)) == 2 and found, "the jobs")
-        until(lambda: steps_logged(tmp_path / "outputs/sweep/1") > 2, "the second job")
-        said(slurm, "scancel", "--signal=KILL", jobs[1])
-        assert sweep.wait(PATIENCE) == 1
-    text = (tmp_path / "said.txt").read_text()
-    assert "so the ends of jobs are seen by squeue" in text
-    assert f"error: Job {jobs[1]}" in text
-    rows = list(csv.DictReader((tmp_path / "outputs/sweep/sweep.csv").open()))
-    assert [row["status"] for row in rows] == ["completed", "stopped"]

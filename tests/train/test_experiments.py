@@ -1,4 +1,4 @@
-"""Every experiment, debug run, trainer and data set of conf/ runs: tiny, on a CPU; the hub's come from the loopback."""
+"""Every experiment and data set of conf/ runs: tiny, on a CPU; the hub's come from the loopback."""
 
 import io
 import json
@@ -16,7 +16,6 @@ from tests.config.conf_files import merged
 from tests.data.hub import Hub
 from tests.runs import SMALL, checkpoint, metrics, summary
 
-TINY = [word for word in SMALL if word != "trainer=cpu"]
 FEW = ["trainer.max_steps=3", "optim.warmup_steps=1"]
 BYTES = ["data.tokenizer=bytes", "data.num_workers=0"]
 
@@ -41,22 +40,19 @@ EXTRA = {
         f"experiment={name.stem}": [*BYTES, "debug=fdr", "model.n_kv_head=1", "model.mlp_width=64"]
         for name in (conf_dir() / "experiment").glob("llama3_small_*.yaml")
     },
-    "trainer=ddp": ["trainer.accelerator=cpu", "trainer.devices=1"],
     "data=text_files": [*BYTES, "data.train_files=[speare.txt]"],
 }
-ON_A_GPU_ONLY = ["trainer=gpu"]
 ELSEWHERE = ["data=registered", "data=mixture", "data=token_files"]  # in tests of their own, with what they need
-# The one that starts torch.distributed comes last: the runs share a process.
-LINES = [choice for group in ("experiment", "debug", "data", "trainer") for choice in choices(group)]
-LINES = sorted(set(LINES) - {*ON_A_GPU_ONLY, *ELSEWHERE}, key=lambda choice: (choice == "trainer=ddp", choice))
+LINES = [choice for group in ("experiment", "data") for choice in choices(group) if choice not in ELSEWHERE]
 
 MAINS = """
-import json, sys
+import gc, json, sys
 from gpt2_fp8 import run
 
 if __name__ == "__main__":
     for words in json.loads(sys.argv[1]):
         print("@", run.main(words), file=sys.stderr, flush=True)
+        gc.freeze()  # each run ends with a collection, which passes over what the first has imported
 """
 
 
@@ -94,9 +90,8 @@ def _files(data):
 
 def words(choice):
     group, name = choice.split("=")
-    device = [] if group == "trainer" else ["trainer=cpu"]
     extra = EXTRA.get(choice, BYTES if choice in FROM_THE_HUB else [])
-    return [choice, *device, *TINY, *([] if group in ("experiment", "debug") else FEW), *extra, f"run_name={name}"]
+    return [choice, *SMALL, *([] if group == "experiment" else FEW), *extra, f"run_name={name}"]
 
 
 @pytest.fixture(scope="module")
@@ -124,44 +119,21 @@ def runs(tmp_path_factory):
 def test_it_runs(runs, choice):
     outputs, codes, done = runs
     assert codes[choice] == 0, done.stderr
-    report = summary(outputs / choice.split("=")[1])
-    assert report["status"] == "completed"
-    assert report["steps"] > 0
-    assert report["last_train_loss"] > 0
-
-
-@pytest.mark.parametrize("choice", choices("experiment"))
-def test_an_experiment_is_fp8_with_its_own_data(runs, choice):
-    outputs, *_ = runs
-    report = summary(outputs / choice.split("=")[1])
-    assert report["precision"]["asked"] == ("bf16" if choice.endswith("_bf16") else "fp8_hybrid")
-    source = report["data"]["source"]
-    assert source["kind"] == ("files" if "shakespeare" in choice else "hub")
-    assert report["steps"] == 1
-    assert not checkpoint(outputs / choice.split("=")[1], 1).exists(), "debug=fdr leaves none"
-
-
-@pytest.mark.parametrize("choice", FROM_THE_HUB)
-def test_a_data_set_of_the_hub_is_read_by_its_own_patterns(runs, choice):
-    outputs, *_ = runs
-    data, folder = settings(choice), outputs / choice.split("=")[1]
+    folder = outputs / choice.split("=")[1]
     report = summary(folder)
     source = report["data"]["source"]
-    assert (source["kind"], source["repo"]) == ("hub", data["repo"])
-    assert len(data["revision"]) != 40 or source["commit"] == data["revision"]
-    # Four row groups of each file that is not held out.
-    train = {name for name, _ in _files(data | {"val_files": []})} - set(data["val_files"])
-    assert report["data"]["units"] == 4 * len(train)
-    assert len(train) >= 2
-    assert list(metrics(folder)["train_loss"]) == [1, 2, 3]
-    assert list(metrics(folder)["val_loss"]) == [3]
-
-
-def test_overfitting_drives_the_loss_down(runs):
-    losses = metrics(runs[0] / "overfit")["train_loss"]
-    assert losses[max(losses)] < losses[1] - 0.3
-
-
-def test_the_profiler_prints_its_table(runs):
-    _, _, done = runs
-    assert "FIT Profiler Report" in done.stdout + done.stderr
+    assert report["status"] == "completed"
+    assert report["last_train_loss"] > 0
+    if choice in choices("experiment"):
+        assert report["precision"]["asked"] == ("bf16" if choice.endswith("_bf16") else "fp8_hybrid")
+        assert source["kind"] == ("files" if "shakespeare" in choice else "hub")
+        assert report["steps"] == 1
+        assert not checkpoint(folder, 1).exists(), "debug=fdr leaves none"
+    if choice in FROM_THE_HUB:
+        data = settings(choice)
+        assert (source["kind"], source["repo"]) == ("hub", data["repo"])
+        assert len(data["revision"]) != 40 or source["commit"] == data["revision"]
+        train = {name for name, _ in _files(data | {"val_files": []})} - set(data["val_files"])
+        assert report["data"]["units"] == 4 * len(train) >= 8, "four row groups of each file that is not held out"
+        assert list(metrics(folder)["train_loss"]) == [1, 2, 3]
+        assert list(metrics(folder)["val_loss"]) == [3]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,12 @@ import pytest
 import torch
 import transformers
 
-from gpt2_fp8 import compose, export, generate
-from gpt2_fp8.checkpoint import files
+from gpt2_fp8 import export, generate
 from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.train.generation import Generation
-from tests.data.tokenizers_made import write_json, write_trained
-from tests.runs import train
+from tests.data.tokenizers_made import write_json
 from tests.train.test_huggingface import IDS, THEIRS, built, expressed, write_checkpoint
 
 CLOSE = 1e-4  # of logits in float32
@@ -77,7 +72,7 @@ def test_logits_through_the_cache_are_transformers(models: dict[str, Path], name
         assert float((here - there[:, first - 1 :]).abs().max()) < CLOSE
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", ["GPT-2", "Qwen3"])
 def test_greedy_texts_are_transformers(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     rows = written(
         tmp_path / "out.jsonl", f"ckpt_path={models[name] / 'own'}", "temperature=0", "tokens=40", "stop=false",
@@ -125,39 +120,6 @@ def test_a_text_ends_with_its_document(gpt2: str, tmp_path: Path) -> None:
     assert any("<|endoftext|>" in row["text"] for row in on)
 
 
-@pytest.mark.parametrize("kind", ["llama", "metaspace, first"])
-def test_a_first_blank_is_not_lost(tmp_path: Path, kind: str, capsys: Any, monkeypatch: Any, caplog: Any) -> None:
-    """In `generate`'s text, in its pieces, and in a run's samples: of tokens that each begin with a blank."""
-    (tmp_path / "corpus.txt").write_text("\n\n".join([text := "one two three four five six " * 40] * 20))
-    tokenizer = write_trained(tmp_path / "t", kind, text)
-    words = ["data=text_files", f"data.train_files=[{tmp_path}/corpus.txt]", "data.val_fraction=0.2"]
-    words += [f"data.tokenizer={tokenizer}", "callbacks.sample_tokens=8", "callbacks.sample_prompt=one two"]
-    with caplog.at_level("INFO"):
-        train(tmp_path / "run", *words, "optim.lr=0.01")
-    (sample,) = re.findall(r"sample at step 12: '(.*)'", caplog.text)
-    assert sample.startswith("one two ")
-    pieces: list[str] = []
-    monkeypatch.setattr(generate, "_printer", lambda: pieces.append)
-    (row,) = written(tmp_path / "out", f"ckpt_path={tmp_path / 'run'}", "prompt=one two", "tokens=8", "temperature=0")
-    assert row["text"].startswith(" ")
-    assert "".join(pieces) == f"one two{row['text']}\n"
-    (row,) = written(tmp_path / "out2", f"ckpt_path={tmp_path / 'run'}", "tokens=8", "temperature=0")
-    assert not row["text"].startswith(" "), "a document begins without one"
-
-
-def test_a_text_without_a_prompt_begins_as_a_document(gpt2: str, tmp_path: Path) -> None:
-    (row,) = written(tmp_path / "out", gpt2, "tokens=5")
-    assert row["prompt"] == ""
-    ready = Generation(GenerateConfig(ckpt_path=gpt2.partition("=")[2]))
-    assert ready._ids == [[256]]
-
-
-def test_a_text_has_as_many_tokens_as_its_own_beginning_leaves_room_for(gpt2: str, tmp_path: Path) -> None:
-    rows = written(tmp_path / "out", gpt2, f"prompt={'x' * 60}", "prompt=y", "stop=false")
-    assert [row["tokens"] for row in rows] == [5, 64]
-    assert rows[1:] == written(tmp_path / "alone", gpt2, "prompt=y", "stop=false")
-
-
 def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
     """The model has 64 positions. What a refusal says to type is accepted."""
     prompt = "x" * 60
@@ -175,38 +137,22 @@ def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
 
 REFUSED = [
     "",
-    "ckpt_path=gone",
-    "ckpt_path=a_file",
     "ckpt_path=empty",
     "ckpt_path=fresh",
-    "ckpt_path=fresh checkpoint=best",
     "ckpt_path=damaged",
     "MODEL checkpoint=best",
-    "MODEL checkpoint=newest",
-    "MODEL prompt=",
     "MODEL prompt=a prompts=lines",
-    "MODEL prompts=gone",
     "MODEL prompts=nothing",
     "MODEL prompts=bad.jsonl",
-    "MODEL prompts=half.jsonl tokens=3",
-    "MODEL tokens=0",
     "MODEL tokens=70",
-    "MODEL temperature=-0.1",
     "MODEL temperature=nan",
     "MODEL temperature=0 samples=2",
-    "MODEL temperature=0 top_p=0.5",
-    "MODEL top_k=0",
     "MODEL top_p=1.5",
-    "MODEL seed=-1",
     "MODEL samples=1,2",
-    "MODEL ~samples",
-    "MODEL max_new_tokens=5",
     "MODEL tempratur=1",
     "MODEL -m",
     "MODEL out=lines prompts=lines",
-    "MODEL out=empty",
     "MODEL out=a_file/x",
-    "MODEL tokenizer=gone",
     "MODEL tokenizer=gpt2",
     "MODEL precision=fp8_hybrid",
 ]
@@ -222,7 +168,6 @@ def here(tmp_path: Path, monkeypatch: Any) -> Path:
     (tmp_path / "damaged/manifest.json").write_text("{}")
     (tmp_path / "lines").write_text("one\ntwo\n")
     (tmp_path / "nothing").write_text("\n \n")
-    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
     write_json(tmp_path / "words", ["?", "a"], ["</s>"], "</s>")
     return tmp_path
@@ -237,31 +182,3 @@ def test_what_is_wrong_is_refused_by_its_key(here: Path, gpt2: str, capsys: Any,
     assert re.fullmatch(r"error: .*\n(  fix: .*\n)?", said), said
     keys = [word.lstrip("-~").partition("=")[0] for word in words.split() if word != "MODEL"] or ["ckpt_path"]
     assert any(key in said for key in keys) or "fresh" in said
-
-
-def test_a_tokenizer_that_is_gone_is_named_and_found_elsewhere(tmp_path: Path, models: Any, capsys: Any) -> None:
-    """The checkpoint of a run on a file of characters, moved away later."""
-    own = tmp_path / "t"
-    write_json(own, [chr(i) for i in range(33, 256)], ["</s>"], "</s>")
-    model = replace(expressed(models["GPT-2"] / "shape"), vocab_size=IDS)
-    (base,) = compose.preflight(["run_name=r"])
-    plain = asdict(replace(base, data=replace(base.data, tokenizer=str(own)))) | {"model": asdict(model)}
-    weights = built(model).state_dict()
-    files.write(tmp_path / "own", {"state_dict": weights, "hyper_parameters": plain, "global_step": 0})
-    words = [f"ckpt_path={tmp_path / 'own'}", "prompt=abc", "tokens=4", "temperature=0"]
-    before = written(tmp_path / "a", *words)
-    own.rename(tmp_path / "moved")
-    assert generate.main(words) == 2
-    assert f"tokenizer={own}: neither gpt2 nor bytes" in capsys.readouterr().err
-    assert before == written(tmp_path / "b", *words, f"tokenizer={tmp_path / 'moved'}")
-
-
-@pytest.mark.whole
-def test_a_reader_that_ends_ends_the_program(gpt2: str) -> None:
-    """As `| head -1` does."""
-    words = [gpt2, "samples=2000", "tokens=20", "batch_size=10"]
-    with subprocess.Popen([sys.executable, "-m", "gpt2_fp8.generate", *words], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(60) == 141

@@ -96,44 +96,6 @@ def apart(ours: GPT2, theirs: Any) -> float:
     return float((ours(ids)[..., :IDS] - there).abs().max() / there.std())
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_logits_of_a_folder_are_transformers_and_go_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    theirs = save_theirs(tmp_path / "in", name, max_shard_size="20KB")
-    assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 1
-    model = expressed(tmp_path / "in")
-    assert list(hf_config.check_model(model, None, tmp_path / "in")) == []
-    weights = huggingface.read_weights(tmp_path / "in", model, IDS)
-    assert apart(built(model, weights), theirs) < BOUND
-    write_checkpoint(tmp_path / "own", model, weights)
-    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
-    there = theirs.state_dict()
-    if model.tied_head:
-        del there["lm_head.weight"]
-    back = load_file(tmp_path / "out" / "model.safetensors")
-    assert back.keys() == there.keys()
-    assert all(torch.equal(back[key], there[key]) for key in there)
-    asked, said = (json.loads((tmp_path / place / "config.json").read_bytes()) for place in ("in", "out"))
-    assert said["architectures"] == asked["architectures"]
-    assert said["eos_token_id"] == 256
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_transformers_computes_an_exported_model_alike(tmp_path: Path, name: str) -> None:
-    THEIRS[name]().save_pretrained(tmp_path / "shape")
-    save_file({}, tmp_path / "shape" / "model.safetensors")
-    model = expressed(tmp_path / "shape", name="own")
-    ours = built(model)
-    write_checkpoint(tmp_path / "own", model, ours.state_dict())
-    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
-    assert apart(ours, theirs.eval()) < BOUND
-    assert list(hf_config.check_model(model, IDS, tmp_path / "out")) == []
-    again = huggingface.read_weights(tmp_path / "out", model, IDS)
-    assert again.keys() == ours.state_dict().keys()
-    assert all(torch.equal(again[key], value) for key, value in ours.state_dict().items())
-
-
 def write_checkpoint(path: Path, model: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
     plain = asdict(_base()) | {"model": asdict(model)}
     files.write(path, {"state_dict": dict(weights), "hyper_parameters": plain, "global_step": 0})
@@ -155,12 +117,11 @@ def edited(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool])
-def test_the_first_gpt2_folders_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_first_gpt2_folders_are_read(tmp_path: Path) -> None:
     """Without the prefix, with masks as tensors, with the head a second time, in a single file."""
     theirs = save_theirs(tmp_path, "GPT-2")
     stored = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()}
-    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril().to(dtype) for i in range(2)}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril().to(torch.uint8) for i in range(2)}
     masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
     save_file({key: value.clone() for key, value in (stored | masks).items()}, tmp_path / "model.safetensors")
     edited(tmp_path, tie_word_embeddings="gone", layer_norm_epsilon=1e-3)
@@ -168,9 +129,8 @@ def test_the_first_gpt2_folders_are_read(tmp_path: Path, dtype: torch.dtype) -> 
     assert apart(built(model, huggingface.read_weights(tmp_path, model, IDS)), theirs) < BOUND
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_theirs(tmp_path, "Qwen3").to(dtype).save_pretrained(tmp_path)
+def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "Qwen3").to(torch.bfloat16).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     model = expressed(tmp_path)
     weights = huggingface.read_weights(tmp_path, model, IDS)
@@ -180,17 +140,11 @@ def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path, dtype
 
 REFUSED = [
     ("Llama 3.2", {"architectures": ["MistralForCausalLM"]}, "['MistralForCausalLM']", "LlamaForCausalLM"),
-    ("Llama 3.2", {"architectures": "gone", "model_type": "gemma"}, "model_type 'gemma'", "GPT2LMHeadModel"),
     ("Llama 3.2", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'", "without it"),
-    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5", "without"),
     ("Llama 3.2", {"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'", "without it"),
-    ("Llama 3.2", {"attention_bias": True}, "attention_bias without mlp_bias", "without it"),
     ("Llama 3.2", {"quantization_config": {"bits": 4}}, "its weights are quantized", "without it"),
     ("Llama 3.2", {"hidden_size": "gone"}, "its config.json has no hidden_size", "config.json"),
-    ("Llama 3.2", {"hidden_size": "wide"}, "its config.json cannot be read: invalid literal", "config.json"),
-    ("GPT-2", {"activation_function": "relu"}, "activation_function='relu', not 'gelu_new'", "without it"),
     ("GPT-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True", "without it"),
-    ("Qwen3", {"use_sliding_window": True}, "use_sliding_window=True", "without it"),
     ("Qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention", "without it"),
 ]
 
@@ -228,71 +182,25 @@ def test_every_difference_is_told_with_the_word_to_type_and_then_taken(tmp_path:
     assert shorter.model.n_positions == 32, "a run may use fewer positions than RoPE's model has"
 
 
-LLAMA3_1B_ROPE = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}
-PUBLISHED = {  # what decides the numbers in the `config.json` that lie beside the published weights
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05,
-        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
-    },
-    "llama3_2_1b": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
-        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "rope_scaling": {key: value for key, value in LLAMA3_1B_ROPE.items() if key != "rope_theta"},
-        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 128256,
-    },
-    "llama3_8b": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
-        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
-    },
-    "qwen3_0_6b": {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
-        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-        "use_sliding_window": False, "vocab_size": 151936,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_models_of_published_weights_take_them_as_they_are(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    (tmp_path / "model.safetensors").touch()
-    (config,) = compose.preflight(["run_name=r", f"model={name}", "data.tokenizer=gpt2", f"init_from={tmp_path}"])
-    assert config.init_from == str(tmp_path)
-
-
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save_theirs(tmp_path, "GPT-2", max_shard_size="20KB")
-    model = expressed(tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
-
-    def refused(weight_map: Any) -> str:
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(CheckpointError) as caught:
-            huggingface.read_weights(tmp_path, model, IDS)
-        return str(caught.value)
-
-    names = index["weight_map"]
-    some = {key: file for key, file in names.items() if file != names["transformer.h.0.mlp.c_fc.weight"]}
-    assert "transformer.h.0.mlp.c_fc.weight is nothing there, and the model has (32, 128)" in refused(some)
-    assert "names '../a.safetensors', which is no file of safetensors" in refused({"a": "../a.safetensors"})
-    assert "names 'pytorch_model.bin'" in refused({"a": "pytorch_model.bin"})
-    assert "gone.safetensors, which model.safetensors.index.json names, is missing" in refused(
-        {"a": "gone.safetensors"}
-    )
-    assert "names no files" in refused({})
-    assert "cannot be read" in refused([1])
+    model, index = expressed(tmp_path), tmp_path / "model.safetensors.index.json"
+    names = json.loads(index.read_bytes())["weight_map"]
     first = tmp_path / names["transformer.wte.weight"]
-    first.write_bytes(first.read_bytes()[:-8])
-    assert "they cannot be read" in refused(names)
+    some = {key: file for key, file in names.items() if file != names["transformer.h.0.mlp.c_fc.weight"]}
+    whole = first.read_bytes()
+    for weight_map, content, named in [
+        (some, whole, "transformer.h.0.mlp.c_fc.weight"), ({"a": "../a.safetensors"}, whole, "../a.safetensors"),
+        ({"a": "gone.safetensors"}, whole, "gone.safetensors"), (names, whole[:-8], "cannot be read"),
+    ]:  # fmt: skip
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        first.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            hf_import.read_weights(tmp_path, model, IDS)
+        assert named in str(caught.value)
     save_file({"transformer.wte.weight": torch.zeros(IDS, 32, dtype=torch.int32)}, first)
-    assert "transformer.wte.weight is of I32, and not of F32, BF16, F16" in refused(names)
-    save_file({"transformer.wte.weight": torch.full((IDS, 32), torch.nan)}, tmp_path / "model.safetensors")
-    assert "transformer.h.0.attn.c_attn.bias is nothing there" in refused({})
+    with pytest.raises(CheckpointError, match="I32"):
+        hf_import.read_weights(tmp_path, model, IDS)
 
 
 def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
@@ -303,21 +211,11 @@ def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
     assert "save_pretrained" in caught.value.problems[0].remedy
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"norm": "rms_norm"}, "GPT2LMHeadModel, the nearest, has no RMSNorm, always LayerNorm"),
-        ({"bias": False}, "GPT2LMHeadModel, the nearest, has always biases"),
-        ({"n_kv_head": 2}, "GPT2LMHeadModel, the nearest, has no grouped-query attention"),
-        (
-            {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "qk_norm": True},
-            "LlamaForCausalLM, the nearest, has no QK-norm",
-        ),
-    ],
-)
-def test_a_model_that_no_class_computes_is_not_exported(changes: Any, cause: str) -> None:
-    with pytest.raises(UserError, match=cause):
-        huggingface.choose_architecture(replace(CONFIG, vocab_size=IDS, **changes), Path("x"))
+def test_a_model_that_no_class_computes_is_not_exported() -> None:
+    changes: Any
+    for changes in ({"norm": "rms_norm"}, {"bias": False}, {"n_kv_head": 2}):
+        with pytest.raises(UserError, match="GPT2LMHeadModel"):
+            hf_export.choose_architecture(replace(CONFIG, vocab_size=IDS, **changes), Path("x"))
 
 
 def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path, capsys: Any) -> None:
@@ -333,9 +231,7 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
     assert apart(module.model, theirs) < BOUND, "a step with next to no learning rate"
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
-    said = capsys.readouterr().err
-    assert "the folder has no tokenizer.json" in said
-    assert "--no-tokenizer" in said
+    assert "--no-tokenizer" in capsys.readouterr().err
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: GPT2LMHeadModel, ")
     assert f"| began from | {tmp_path / 'hf'} |" in (tmp_path / "out" / "README.md").read_text()
@@ -346,16 +242,23 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_an_imported_folder_is_a_checkpoint_and_goes_back_bit_for_bit(tmp_path: Path, name: str, capsys: Any) -> None:
-    theirs = save_theirs(tmp_path / "in", name)
+    theirs = save_theirs(tmp_path / "in", name, max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 1
     assert import_hf.main([str(tmp_path / "in"), str(tmp_path / "own")]) == 2
-    assert "so its tokenizer is not known" in capsys.readouterr().err
+    assert "tokenizer" in capsys.readouterr().err
     assert import_hf.main([str(tmp_path / "in"), str(tmp_path / "own"), "data.tokenizer=bytes"]) == 0
     module = GPT2Module.load_from_checkpoint(tmp_path / "own")
     assert apart(module.model, theirs) < BOUND
     assert generate.main([f"ckpt_path={tmp_path / 'own'}", "prompt=ab", "tokens=4", "temperature=0"]) == 0
     assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
     there, back = theirs.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(back[key], there[key]) for key in back)
+    if module.config.model.tied_head:
+        del there["lm_head.weight"]
+    assert back.keys() == there.keys()
+    assert all(torch.equal(back[key], there[key]) for key in there)
+    asked, said = (json.loads((tmp_path / place / "config.json").read_bytes()) for place in ("in", "out"))
+    assert said["architectures"] == asked["architectures"]
+    assert said["eos_token_id"] == 256
 
 
 def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_path: Path, capsys: Any) -> None:
@@ -370,9 +273,7 @@ def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_pa
     card = (tmp_path / "out" / "README.md").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert f"| parameters | {back.num_parameters():,} |" in card
-    assert f"| trained on | {summary['tokens']:,} tokens: 2 steps of" in card
     assert f"| validation loss | {summary['last_val_loss']:.4f} nats a token" in card
-    assert "trained from scratch" in card
     own = write_json(tmp_path / "t", [chr(i) for i in range(256)], ["</s>"], "</s>")
     train(tmp_path / "own", *few, f"data.tokenizer={own}")
     write_json(tmp_path / "t", [chr(i) for i in reversed(range(256))], ["</s>"], "</s>")

@@ -14,7 +14,7 @@ from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files
-from gpt2_fp8.train.tensorboard import code_block, is_known, place_metrics
+from gpt2_fp8.train.tensorboard import code_block, is_known
 
 HEALTHS = [
     Health(FP8Tensor("blocks.0.qkv", "input", torch.float8_e4m3fn), 4.5, 99.5, 1e-9, 0.0, 2e-05, 3, -0.5),
@@ -40,13 +40,6 @@ def steps(folder):
 # ---- metrics.csv and fp8.csv -----------------------------------------------------------------------------------------
 
 
-def test_which_are_built(tmp_path):
-    assert build_files(LoggerConfig(tensorboard=False, csv=False), tmp_path, None) == []
-    tensorboard, table = build_files(LoggerConfig(tensorboard=True, csv=True), tmp_path, None)
-    assert (tensorboard.log_dir.rstrip("/"), table.save_dir) == (str(tmp_path / "tensorboard"), str(tmp_path))
-    assert list(tmp_path.iterdir()) == []  # nothing is touched before the first use
-
-
 def test_a_resume_keeps_the_rows_up_to_its_step_and_a_fresh_start_none(tmp_path):
     log(MetricsFile(tmp_path, None), range(1, 8), val_loss=2.5)
     log(MetricsFile(tmp_path, 4), range(5, 10))
@@ -59,40 +52,13 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_a_fresh_start_none(tmp_path)
     assert steps(tmp_path) == [3]
 
 
-def test_columns_grow_and_those_of_plugins_are_left_out(tmp_path):
-    logger = MetricsFile(tmp_path, None)
-    logger.log_metrics({"train_loss": torch.tensor(0.5), "of_a_plugin": 1.0}, step=1)
-    logger.log_metrics({"val_loss": 0.25, "tokens": 1024}, step=1)
-    logger.log_metrics({"of_a_plugin": 1.0}, step=2)
-    assert table(tmp_path) == [
-        {"step": "1", "train_loss": "0.5", "tokens": "", "val_loss": ""},
-        {"step": "1", "train_loss": "", "tokens": "1024", "val_loss": "0.25"},
-    ]
-    log(MetricsFile(tmp_path, 2), [3], lr=9)
-    assert [row["lr"] for row in table(tmp_path)] == ["", "", "9"]
-
-
-@pytest.mark.parametrize("torn", ["3", "3,0.33", "x" * 5000, '"'])
+@pytest.mark.parametrize("torn", ["3,0.33", '"'])
 def test_a_line_cut_by_a_kill_is_dropped(tmp_path, torn):
     log(MetricsFile(tmp_path, None), [1, 2])
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write(torn)
     log(MetricsFile(tmp_path, 5), [6])
     assert steps(tmp_path) == [1, 2, 6]
-
-
-def test_killed_while_rewriting_the_old_file_stays(tmp_path, monkeypatch):
-    logger = MetricsFile(tmp_path, None)
-    logger.log_metrics({"train_loss": 1.0}, step=1)
-    before = (tmp_path / "metrics.csv").read_bytes()
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        logger.log_metrics({"lr": 1.0}, step=2)
-    assert (tmp_path / "metrics.csv").read_bytes() == before
 
 
 def test_a_validation_that_is_done_once_more_has_its_row_already(tmp_path):
@@ -158,13 +124,6 @@ def curves(folder, name):
     return EventAccumulator(str(folder / "tensorboard" / name)).Reload()
 
 
-def next_second():
-    """Wait for it. TensorBoard sorts files of one second by their number as text, so that 10 comes before 9."""
-    began = int(time.time())
-    while int(time.time()) == began:
-        time.sleep(0.02)
-
-
 def test_tensorboard_shows_each_step_once(tmp_path):
     """In each curve, also of a run that validates once more only later; a start without a checkpoint begins anew."""
     for resume_step, numbers, shown in [(None, [1, 2, 3, 4, 5], 5), (3, [4, 5, 6], 6), (None, [1, 2], 2)]:
@@ -175,7 +134,9 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         log(logger, numbers)
         assert [event.step for event in curves(tmp_path, "train").Scalars("loss")] == list(range(1, shown + 1))
         assert [event.step for event in curves(tmp_path, "val").Scalars("loss")] == ([2] if resume_step else [2, 5])
-        next_second()
+        began = int(time.time())
+        while shown > 2 and int(time.time()) == began:  # TensorBoard sorts files of one second by their number as text
+            time.sleep(0.02)
 
 
 def test_training_and_validation_share_a_chart(tmp_path):
@@ -194,12 +155,7 @@ def test_training_and_validation_share_a_chart(tmp_path):
     assert not is_known("weight_norm")
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 1000.0])
-def test_no_perplexity_of_a_loss_that_is_none(loss):
-    assert [tag for _, tag, _ in place_metrics({"train_loss": loss})] == ["loss"]
-
-
-@pytest.mark.parametrize("text", ["a_b_c  *d*", "~~~\nx\n~~~~~", "<b>&</b>", "```", "  first"])
+@pytest.mark.parametrize("text", ["  a_b_c  *d*", "~~~\nx\n~~~~~", "<b>&</b>```"])
 def test_a_text_is_shown_as_it_is(text):
     shown = markdown_to_safe_html(code_block(text))
     inside = html.unescape(shown.partition("<code>")[2].rpartition("</code>")[0])

@@ -8,44 +8,9 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.train import trained
-from tests.runs import (
-    SMALL,
-    assert_same_checkpoint,
-    checkpoint,
-    metrics,
-    record_steps,
-    summary,
-    train,
-    train_until,
-    training_step,
-)
+from tests.runs import SMALL, metrics, summary, train, training_step
 
 ALL = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["precision=fp32", *ALL, "activation_checkpointing=full"],
-        ["precision=bf16", "penalty=z_loss"],
-        ["precision=fp8_hybrid", "precision.backend=emulated", *ALL],
-    ],
-    ids=" ".join,
-)
-def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, options):
-    steps = record_steps(monkeypatch)
-    train(tmp_path / "whole", *options)
-    once = list(steps)
-    steps.clear()
-    train_until(5, tmp_path / "legs", *options)
-    train(tmp_path / "legs", "ckpt_path=last", *options)
-    assert steps == once
-    assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(tmp_path / "whole", 12))
-    one, other = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
-    assert one["penalty"] == other["penalty"]
-    assert list(one["penalty"]) == list(range(1, 13))
 
 
 def test_the_log_has_the_loss_and_the_penalty_apart(tmp_path):
@@ -64,16 +29,6 @@ def test_the_log_has_the_loss_and_the_penalty_apart(tmp_path):
     train(tmp_path / "twice", *still, "penalty.z_loss=1.0", "micro_batch_size=2")
     assert metrics(tmp_path / "twice")["penalty"][1] == pytest.approx(2 * found["penalty"][1], rel=1e-5)
     assert summary(tmp_path / "with")["status"] == "completed"
-
-
-def test_a_penalty_is_trained(tmp_path):
-    """The z-loss falls where it has a weight, and its run ends with other weights."""
-    fast = ["precision=fp32", "optim.lr=3e-3"]
-    train(tmp_path / "z", *fast, "penalty.z_loss=1.0")
-    falling = metrics(tmp_path / "z")["penalty"]
-    assert falling[12] < 0.9 * falling[1]
-    train(tmp_path / "weightless", *fast)
-    assert metrics(tmp_path / "weightless")["train_loss"][12] != metrics(tmp_path / "z")["train_loss"][12]
 
 
 def test_a_step_run_again_in_bf16_has_the_same_penalties():
@@ -102,15 +57,6 @@ def test_a_penalty_that_is_not_finite_skips_the_update():
     assert not math.isfinite(verdict.penalty)
     assert verdict.skipped
     assert torch.equal(step.model.head.get_parameter("weight"), before)
-
-
-def test_a_checkpoint_from_before_there_were_penalties_has_none(tmp_path):
-    (config,) = compose.preflight([*SMALL])
-    plain = trained.to_plain(config)
-    assert plain.pop("penalty") == {"z_loss": 0.0, "logit_l2": 0.0, "activation_l1": 0.0}
-    assert trained.from_checkpoint({trained.KEY: plain}, tmp_path).penalty == PenaltyConfig()
-    plain["penalty"] = {"z_loss": 0.5}
-    assert trained.from_checkpoint({trained.KEY: plain}, tmp_path).penalty == PenaltyConfig(z_loss=0.5)
 
 
 def test_a_penalty_that_makes_a_run_diverge_is_named_and_no_checkpoint_is_promised(tmp_path):

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,10 +23,6 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.train.precision_plugin import RunPrecision
-from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/python.md"
@@ -66,11 +56,6 @@ class Rows(Logger):
 @pytest.fixture(scope="module")
 def config():
     return load_config(*WORDS)
-
-
-def in_fp8(config):
-    """The same, validated in FP8."""
-    return replace(config, precision=replace(config.precision, evaluation="fp8"))
 
 
 def trainer(config, folder, plugins=(), **options):
@@ -151,11 +136,8 @@ print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gp
     ("words", "causes"),
     [
         (["-m", "seed=1,2"], ["-m"]),
-        (["--cfg", "job"], ["no flag that shows"]),
         (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
         (["debug=fdr"], ["trainer.fast_dev_run=true"]),
-        (["trainer.max_time=00:01:00:00"], ["trainer.max_time=00:01:00:00: only python"]),
-        (["trainer.max_epochs=2"], ["trainer.max_epochs=2: only python"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
         (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
     ],
@@ -175,56 +157,45 @@ def test_it_computes_what_the_program_computes(whole, tmp_path):
     theirs = files.read(tmp_path / "run/checkpoints/step-00000012")
     assert same(whole.module, theirs["state_dict"])
     assert whole.trainer.callback_metrics["val_loss"] == val_loss
+    assert list(whole.rows.of("train_loss")) == list(range(1, STEPS + 1))
+    assert list(whole.rows.of("val_loss")) == [4, 8, 12]
     assert whole.module.hparams == theirs["hyper_parameters"] | {
         name: whole.module.hparams[name] for name in ("run_name", "trainer", "callbacks")
     }
 
 
-def test_every_step_has_its_losses(whole):
-    assert list(whole.rows.of("train_loss")) == list(range(1, STEPS + 1))
-    assert list(whole.rows.of("val_loss")) == [4, 8, 12]
-    assert whole.trainer.callback_metrics["train_loss"] == pytest.approx(whole.rows.of("train_loss")[12])
-    assert whole.rows.hparams["optim"]["lr"] == whole.module.config.optim.lr
-
-
 @pytest.mark.parametrize(
-    ("options", "cause", "remedy"),
+    ("options", "cause"),
     [
-        ({"max_epochs": 3}, "max_epochs=3", "trainer.max_steps=36"),
-        ({"max_steps": 13}, "max_steps=13", "trainer.max_steps=13"),
-        ({"precision": "bf16-mixed"}, "'bf16-mixed'", "FP8Precision.from_config(config)"),
-        ({"callbacks": EMAWeightAveraging()}, "EMAWeightAveraging", "leave it out"),
-        ({"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging", "leave it out"),
+        ({"max_epochs": 3}, "max_epochs=3"),
+        ({"max_steps": 13}, "max_steps=13"),
+        ({"precision": "bf16-mixed"}, "'bf16-mixed'"),
+        ({"callbacks": EMAWeightAveraging()}, "EMAWeightAveraging"),
     ],
 )
-def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause, remedy):
+def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause):
     with pytest.raises(UserError) as caught:
         fit(config, tmp_path, **options)
     (problem,) = caught.value.problems
     assert cause in problem.cause
-    assert remedy in problem.remedy
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "predict"])
-def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path, call):
+def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path):
     """Which would compute in float32, under a Trainer that says bf16-mixed."""
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    with pytest.raises(UserError, match="BoringModel"):
-        getattr(trainer(config, tmp_path), call)(BoringModel())
+    for call in ("fit", "validate", "predict"):
+        with pytest.raises(UserError, match="BoringModel"):
+            getattr(trainer(config, tmp_path), call)(BoringModel())
 
 
 @pytest.mark.parametrize(
-    ("options", "cause", "remedy"),
+    ("options", "cause"),
     [
-        ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
-        ({"devices": 2, "strategy": "ddp_fork"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
-        ({"devices": 2, "strategy": "ddp_notebook"}, "forks or spawns", "in a notebook, devices=1"),
-        ({"devices": 2}, "2 devices", "trainer.devices=2"),
-        ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy", "strategy='ddp'"),
+        ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns"),
+        ({"devices": 2}, "2 devices"),
+        ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy"),
     ],
 )
-def test_other_devices_are_refused(config, tmp_path, options, cause, remedy):
+def test_other_devices_are_refused(config, tmp_path, options, cause):
     """Asked as `fit` asks, which would start the other process of two first."""
     made = trainer(config, tmp_path, **options)
     made.state.fn = TrainerFn.FITTING
@@ -232,19 +203,15 @@ def test_other_devices_are_refused(config, tmp_path, options, cause, remedy):
     module.trainer = made
     with pytest.raises(UserError) as caught:
         module.configure_callbacks()
-    (told,) = [problem for problem in caught.value.problems if cause in problem.cause]
-    assert remedy in told.remedy
+    assert any(cause in problem.cause for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"max_steps": 5}, 5),
         ({"max_steps": 5, "max_epochs": 1}, 5),
         ({"max_time": timedelta(0)}, 0),
-        ({"callbacks": [EarlyStopping("train_loss", stopping_threshold=1e9)]}, STEPS),
         ({"callbacks": [EarlyStopping("val_loss", stopping_threshold=1e9)], "val_check_interval": 3}, 3),
-        ({"max_epochs": 1}, STEPS),
         ({"max_epochs": -1}, STEPS),
     ],
 )
@@ -254,7 +221,7 @@ def test_it_stops_earlier_or_at_the_end(config, tmp_path, options, steps):
     assert (module.val_loss is not None) == (steps > 0)
 
 
-@pytest.mark.parametrize("step", [3, 8, STEPS])
+@pytest.mark.parametrize("step", [3, 8])
 def test_it_goes_on_as_if_it_had_not_stopped(config, whole, tmp_path, step):
     module, made = fit(config, tmp_path, whole.checkpoints / f"epoch=0-step={step}.ckpt", enable_checkpointing=False)
     assert made.global_step == STEPS
@@ -278,10 +245,9 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
         fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
 
 
-@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["none", "asynchronous"])
-def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole, tmp_path, plugins):
+def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole, tmp_path):
     quiet = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    made = Trainer(plugins=[FP8Precision.from_config(config), *plugins], max_steps=9, **quiet)
+    made = Trainer(plugins=[FP8Precision.from_config(config), AsyncCheckpointIO()], max_steps=9, **quiet)
     data, folder = TokenDataModule.from_config(config), whole.checkpoints / "epoch=0-step=8.ckpt"
     made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
     (written,) = tmp_path.rglob("*.ckpt")
@@ -293,13 +259,11 @@ def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole
 # ---- callbacks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
-def test_lightnings_callbacks_work(config, whole, tmp_path, beside):
+def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
     rows, own = Rows(), ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True, save_top_k=1)
     callbacks = [own, EarlyStopping("val_loss", patience=50), LearningRateMonitor()]
-    if beside:
-        folder = tmp_path / "checkpoints"
-        callbacks += [Throughput(config, 257), Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
+    folder = tmp_path / "checkpoints"
+    callbacks += [Throughput(config, 257), Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
     module, _ = fit(config, tmp_path, logger=rows, log_every_n_steps=2, val_check_interval=4, callbacks=callbacks)
     assert same(module, whole.module)
     best = min(whole.rows.of("val_loss").items(), key=lambda found: found[1])
@@ -309,9 +273,8 @@ def test_lightnings_callbacks_work(config, whole, tmp_path, beside):
     schedule = module.step.schedule
     rates = [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in (1, 3, 5, 7, 9, 11)]
     assert list(rows.of("lr-AdamW/pg1").values()) == pytest.approx(rates)
-    if beside:
-        assert list(rows.of("tokens_per_second")) == [10, STEPS]  # as trainer.log_every_n_steps says, and at the end
-        assert (tmp_path / "checkpoints/step-00000012").is_dir()
+    assert list(rows.of("tokens_per_second")) == [10, STEPS]  # as trainer.log_every_n_steps says, and at the end
+    assert (folder / "step-00000012").is_dir()
 
 
 def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
@@ -323,33 +286,6 @@ def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
     assert rows.rows == plain.rows
     assert rows.rows[0][0] == 1
     assert same(module, other)
-
-
-@pytest.mark.parametrize("saved", [True, False], ids=["a checkpoint's scales", "none"])
-def test_a_sanity_check_leaves_the_scales_to_training(config, saved):
-    config = in_fp8(config)
-
-    class Backend(Pretended):
-        def scaling(self, model):
-            made = FP8Scaling(model, "settings", 8, self.forward_context)
-            made.calibrate = lambda *_, **__: None
-            made.take = lambda: (made._saved.clear(), setattr(made, "ready", saved))[0] or saved
-            return made
-
-        def loss(self, model, ids, is_first_microbatch, scale):
-            return torch.ones(())
-
-    plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
-    module = GPT2Module(config)
-    module._trainer = SimpleNamespace(precision_plugin=RunPrecision(plan), sanity_checking=True, strategy=None)
-    module.configure_model()
-    module.step.scaling.load_state_dict({"settings": "settings"} if saved else {})
-    module.on_validation_epoch_start()
-    module.validation_step({"ids": torch.ones(2, 33, dtype=torch.int32)}, 0)
-    assert module.step.scaling.ready
-    module.on_validation_epoch_end()
-    assert not module.step.scaling.ready
-    assert module.step.scaling.state_dict() == ({"settings": "settings"} if saved else {})
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -390,77 +326,35 @@ def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
     assert torch.allclose(loaded(ids).float(), logits, atol=0.05)
     with pytest.raises(UserError, match="33 tokens, and the model has 32 positions"):
         loaded(torch.zeros(1, 33, dtype=torch.long))
-    with pytest.raises(UserError, match=r"shape \[10\], and the model takes \[sequences, tokens\](.|\n)*ids\[None\]"):
+    with pytest.raises(UserError, match=r"shape \[10\]"):
         loaded(ids[0])
-    assert loaded(ids[0][None]).shape == (1, 10, 257)
-    with pytest.raises(UserError, match=r"shape \[1, 2, 10\], and the model takes \[sequences, tokens\]"):
-        loaded(ids[None])
 
 
-def test_a_module_without_layers_has_no_state_dict(config):
-    with pytest.raises(UserError, match="no layers yet"):
-        GPT2Module(config).state_dict()
-    with pytest.raises(UserError, match="no layers yet"):
-        GPT2Module(config).load_state_dict({})
+# ---- several fits in one process, as a notebook has them -------------------------------------------------------------
 
 
-def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
-    seen, config = [], in_fp8(config)
-
-    class Backend(Pretended):
-        def scaling(self, model):
-            model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
-            return FP8Scaling(model, "settings", 8, self.forward_context)
-
-    module = GPT2Module(config, weights=whole.module.state_dict())
-    plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
-    module._trainer = SimpleNamespace(precision_plugin=RunPrecision(plan), strategy=None)
-    module.configure_model()
-    ids = torch.arange(20).reshape(2, 10)
-    with pytest.raises(UserError, match="no scales yet"):
-        module(ids)
-    module.step.scaling.ready = True
-    logits = module(ids)
-    assert (logits.shape, seen) == ((2, 10, 257), [(2, 32)])
-    assert torch.allclose(logits.float(), whole.module(ids), atol=0.05)
-
-
-def test_a_loaded_module_computes_as_the_trainer_says(config, whole, tmp_path):
-    bf16 = load_config(*WORDS, "precision=bf16")
-    module = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt", config=bf16)
-    assert module.step.plan.ran == "fp32"
-    rows = Rows()
-    made = trainer(bf16, tmp_path, logger=rows)
-    (metrics,) = made.validate(module, datamodule=TokenDataModule.from_config(bf16), verbose=False)
-    assert module.step.plan.ran == "bf16"
+def test_a_data_module_of_an_earlier_fit_begins_again(config, whole, tmp_path):
+    """After a fit that was ended early, and after one that has come to the end of the text's steps."""
+    data = TokenDataModule.from_config(config)
+    for steps in (5, 12, 12):
+        seed_everything(config.seed, verbose=False)
+        rows, module = Rows(), GPT2Module(config)
+        made = trainer(config, tmp_path, logger=rows, log_every_n_steps=1, max_steps=steps)
+        made.fit(module, datamodule=data)
+        expected = {step: loss for step, loss in whole.rows.of("train_loss").items() if step <= steps}
+        assert rows.of("train_loss") == expected
+        assert data.state_dict()["step"] == steps
     assert same(module, whole.module)
-    assert metrics["val_loss"] != whole.rows.of("val_loss")[STEPS]
-    assert metrics["val_loss"] == pytest.approx(whole.rows.of("val_loss")[STEPS], rel=0.01)
-    assert rows.rows == [(0, metrics)]
 
 
-def test_a_module_of_another_evaluation_is_validated_in_it(whole, tmp_path):
-    found = []
-    for of in (["fp8", "bf16"], ["bf16"]):
-        module = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt")
-        for name in of:
-            words = "precision=fp8_hybrid", "precision.backend=emulated", f"precision.evaluation={name}"
-            module.config = load_config(*WORDS, *words)
-            made, data = trainer(module.config, tmp_path), TokenDataModule.from_config(module.config)
-            found += [made.validate(module, datamodule=data, verbose=False)[0]["val_loss"]]
-    assert found[1] == found[2] != found[0]
-
-
-def change(folder, edit):
-    """Have `edit` change a checkpoint's state."""
-    state = files.read(folder)
-    edit(state)
-    files.write(folder, state)
-
-
-def test_hyper_parameters_are_plain_and_written_by_a_logger(config, tmp_path):
-    fit(config, tmp_path, logger=CSVLogger(tmp_path, name="logs", version=""), max_steps=1, enable_checkpointing=False)
-    assert f"max_steps: {STEPS}" in (tmp_path / "logs/hparams.yaml").read_text()
+def test_the_text_goes_on_where_a_trainer_fits_once_more(config, tmp_path):
+    """Lightning builds another optimizer then, so the weights are not those of one fit."""
+    data, module = TokenDataModule.from_config(config), GPT2Module(config)
+    made = trainer(config, tmp_path, max_steps=5)
+    made.fit(module, datamodule=data)
+    made.fit_loop.epoch_loop.max_steps = 12
+    made.fit(module, datamodule=data)
+    assert (made.global_step, data.state_dict()["step"]) == (12, 12)
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------

@@ -54,34 +54,9 @@ def test_a_resumed_run_owns_what_it_continued_and_what_was_before_it(folder):
     assert found(folder, 35, saved={40}, origin=folder / "step-00000020") == "step-00000010"
 
 
-def test_a_run_that_continued_from_elsewhere_goes_back_there(folder, tmp_path_factory):
-    elsewhere = write(tmp_path_factory.mktemp("elsewhere"), 5)
-    back = RollBack(9, 8, "", weights_intact=False)
-    assert checkpoint_before(back, folder, {10, 20}, elsewhere) == elsewhere
-
-
 def test_one_of_the_midst_serves_where_there_is_none_before_and_no_update_was_made(folder):
     assert found(folder, 5) is None
     assert found(folder, 5, intact=True) == "step-00000010"
     assert found(folder, 5, saved={20, 30}, intact=True) == "step-00000020"
     assert found(folder, 25, intact=True) == "step-00000020", "an older one first"
     assert found(folder, 5, saved={40}, intact=True, step=39) is None
-
-
-@pytest.mark.parametrize("spoil", [{"weight": float("nan")}, {"weight": float("inf")}, {"moment": float("nan")}])
-def test_what_is_not_finite_is_left_out(folder, spoil):
-    write(folder, 30, **spoil)
-    assert found(folder, 35) == "step-00000020"
-
-
-def test_what_cannot_be_read_is_left_out(folder):
-    (folder / "step-00000030" / "model.safetensors").write_bytes(b"")
-    assert found(folder, 35) == "step-00000020"
-
-
-def test_it_is_said_where_to(folder, caplog):
-    found(folder, 35)
-    assert "going back to" in caplog.text
-    assert "step-00000030" in caplog.text
-    found(folder, 5)
-    assert "to the start" in caplog.text

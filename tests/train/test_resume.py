@@ -1,0 +1,71 @@
+"""Whole runs of every kind, stopped and continued: steps, logs and checkpoints are those of a run in one piece."""
+
+import json
+import random
+
+import pytest
+
+from tests.data.token_files_made import llm_c, nano, some_ids
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, train, train_until
+
+EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
+TORCHAO = ["precision.backend=torchao", "precision.keep_bf16=[blocks.0.fc1,blocks.1.qkv]", "recipe=rowwise"]
+TWO_BLOCKS = ["model.n_layer=2", "activation_checkpointing=full", "model.dropout=0.1"]
+QWEN = [
+    "model=qwen3_0_6b", "optim=tiny", "trainer.max_steps=12", "trainer.val_check_interval=5", "model.n_kv_head=1",
+    "model.head_size=32", "model.mlp_width=48", "model.vocab_size=null", "model.rope_scaling=8",
+    "model.rope_low_freq_factor=1", "model.rope_high_freq_factor=4", "model.rope_original_positions=8",
+    "model.tied_head=false",
+]  # fmt: skip
+MIXTURE = [
+    "data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.ids=token_files",
+    "data.weights={code: 0.75, ids: 0.25}", "data.sources.ids.tokenizer=bytes",
+    "data.sources.ids.train_files=[train.bin]", "data.sources.ids.val_files=[val.bin]",
+    "data.sources.ids.num_workers=0", "data.sources.ids.val_sequences=4", "data.sources.code.val_sequences=8",
+]  # fmt: skip
+DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fraction=0.1", "data.tokenizer=bytes",
+             "document_mask=true"]  # fmt: skip
+CASES = {
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2"],
+    "bf16": ["precision=bf16", "micro_batch_size=8"],
+    "adamw_bf16": ["optimizer=adamw_bf16"],
+    "muon": ["optimizer=muon"],
+    "emulated, penalties": [*EMULATED, "penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"],
+    "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
+    "torchao": [*TORCHAO, *TWO_BLOCKS],
+    "every option": [*QWEN, "precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
+    "compiled": [*QWEN, "precision=bf16", "compile=true"],
+    "a mixture": MIXTURE,
+    "within documents": [*DOCUMENTS, *EMULATED],
+}
+SLOW = ["compiled"]
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path, monkeypatch):
+    """Files of ids, and documents of a few words, so that every sequence holds some borders."""
+    monkeypatch.chdir(tmp_path)
+    llm_c(tmp_path / "train.bin", some_ids(3000))
+    nano(tmp_path / "val.bin", some_ids(500, 1))
+    drawn = random.Random(0)
+    texts = [" ".join(drawn.choices(("one", "two", "three", "four"), k=drawn.randint(1, 5))) for _ in range(4000)]
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
+    if case == "torchao":
+        request.getfixturevalue("emulating_torchao")
+    base = [word for word in SMALL if case != "a mixture" or not word.startswith("data.")] + CASES[case]
+    steps = record_steps(monkeypatch)
+    train(tmp_path / "whole", base=base)
+    whole, steps[:] = steps[:], []
+    assert len(whole) == 12
+    train_until(4, tmp_path / "legs", base=base)
+    train_until(8, tmp_path / "legs", "ckpt_path=last", base=base)
+    train(tmp_path / "legs", "ckpt_path=last", base=base)
+    assert steps == whole
+    assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
+    ours, theirs = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
+    for column in {"train_loss", "val_loss", "penalty", "val_loss/ids"} & set(theirs):
+        assert ours[column] == theirs[column], column
