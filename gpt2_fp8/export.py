@@ -49,7 +49,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     if why := paths.why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):
-        yield from (finding.problem for finding in wrong)
+        yield from wrong
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
 

@@ -65,7 +65,7 @@ def _settings(argv: list[str]) -> GenerateConfig:
         prompts = []
     config = settings(GenerateConfig, values_of(line.overrides, problems) | {"prompt": prompts}, problems)
     if problems := [*problems, *check_generate(config)]:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return config
 
 

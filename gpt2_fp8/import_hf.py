@@ -71,7 +71,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
             f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
         )
     if wrong := disk.check_folder(folder, "FOLDER"):
-        yield from (finding.problem for finding in wrong)
+        yield from wrong
     elif os.path.lexists(folder):
         yield Problem(f"{folder} is there already", "name a folder that is not there yet")
 

@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
     typed.words = words
     configs = compose.preflight(words)
     if problems := [problem for config in configs for problem in _find_uncached(config)]:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return typed, configs
 
 

@@ -36,7 +36,7 @@ def _show(argv: list[str]) -> None:
     picture = own.picture.expanduser()
     wrong = [] if picture.is_dir() else disk.check_folder(picture.absolute().parent, "--picture")
     if picture.is_dir() or wrong:
-        why = wrong[0].problem.cause if wrong else "is a folder"
+        why = wrong[0].cause if wrong else "is a folder"
         raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
     configs, typed = compose.preflight(words, compose.Purpose(drawn=True)), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
@@ -83,7 +83,7 @@ def warnings(config: RunConfig, fitted: bool = False) -> Iterator[str]:
     `fitted`: the warm-up is already another one than in the settings, and what became of it was said.
     """
     optim, steps = config.optim, config.trainer.max_steps or 0
-    misfits = [f"{finding.problem.cause}; a run refuses it" for finding in run_length.misfits(config)]
+    misfits = [f"{problem.cause}; a run refuses it" for problem in run_length.misfits(config)]
     yield from misfits
     if not misfits and not fitted and optim.warmup_steps > LONG_WARMUP * steps:
         yield f"the warm-up takes {100 * optim.warmup_steps / steps:.0f} % of the run, where 1 to 10 % is usual"

@@ -20,8 +20,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from gpt2_fp8.config.errors import Finding, Problem, RunError
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.errors import Problem, RunError
+from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import gpu_locks, ranks, signals, slurm
 
@@ -37,21 +37,18 @@ def is_joblib(settings: Any) -> bool:
     return str(settings.launcher.get("_target_", "")).endswith("JoblibLauncher")
 
 
-def check_ranks() -> Iterator[Problem]:
+def check_ranks() -> list[Problem]:
     """Find that this process is one of several ranks, each of which would run the whole sweep."""
     started = ranks.current()
-    if started.several:
-        cause = f"-m in each of {started.world_size:,} processes of {started.launcher}: each would run the whole sweep"
-        yield Problem(cause, "start the sweep once, without that launcher")
+    cause = f"-m in each of {started.world_size:,} processes of {started.launcher}: each would run the whole sweep"
+    return [Problem(cause, "start the sweep once, without that launcher")] if started.several else []
 
 
-def check_joblib(config: RunConfig) -> Iterator[Finding]:
+def check_joblib(config: RunConfig) -> Iterator[Problem]:
     """Find why a job of `config` cannot run beside others, each of which has one GPU."""
-    trainer = config.trainer
-    if trainer.devices not in (1, "auto") or trainer.num_nodes != 1:
-        values = f"trainer.devices={show(trainer.devices)}, trainer.num_nodes={trainer.num_nodes}"
-        cause = f"{values} with hydra/launcher=joblib: each job has one GPU, or a share of the CPU"
-        yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, "leave both out"))
+    if config.trainer.devices not in (1, "auto") or config.trainer.num_nodes != 1:
+        reason = "with hydra/launcher=joblib each job has one GPU, or a share of the CPU"
+        yield problem(config, "trainer.devices trainer.num_nodes", reason)
 
 
 def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]] | None) -> None:
@@ -105,29 +102,28 @@ def is_slurm(cfg: DictConfig) -> bool:
     return str(cfg.hydra.launcher.get("_target_")).endswith(".SlurmLauncher")
 
 
-def check_slurm(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> Iterator[Problem]:
+def check_slurm(
+    whole: DictConfig, configs: Sequence[RunConfig], multirun: bool, begins: bool = False
+) -> Iterator[Problem]:
     """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
 
-    `configs`: the jobs. `multirun`: whether they are a sweep's. Yields nothing for another launcher.
+    `configs`: the jobs. `multirun`: whether they are a sweep's. `begins`: it is sent from here, so SLURM is
+    to be here. Yields nothing for another launcher.
     """
     if not is_slurm(whole):
         return
     if not multirun:
         yield Problem(f"{_CHOICE}: a single run would begin here, not on SLURM", "put -m in front, to send it")
-    elif any(config.trainer.devices == "auto" for config in configs):
+    elif begins and (missing := [name for name in ("srun", "sbatch", "sacct") if not shutil.which(name)]):
+        yield Problem(f"{_CHOICE}: there is no {' or '.join(missing)} on this machine")
+    if multirun and any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
         yield Problem(cause, "trainer.devices=NUMBER")
     for key in _KEYS:
         asked = OmegaConf.select(whole, key)
-        others = {value for config in configs if (value := getattr(config.trainer, key.partition(".")[2])) != asked}
+        others = {value for config in configs if (value := value_of(config, key)) != asked}
         if others:
             yield Problem(f"{key}={show(next(iter(others)))}: SLURM gives all jobs of a sweep the same, {show(asked)}")
-
-
-def check_programs(whole: DictConfig, multirun: bool) -> Iterator[Problem]:
-    """Find that a sweep is to be sent to SLURM, by a word or a file, and that there is none on this machine."""
-    if multirun and is_slurm(whole) and (missing := [n for n in ("srun", "sbatch", "sacct") if not shutil.which(n)]):
-        yield Problem(f"{_CHOICE}: there is no {' or '.join(missing)} on this machine")
 
 
 def wait_for_jobs(folder: Path) -> None:
@@ -145,7 +141,8 @@ def wait_for_jobs(folder: Path) -> None:
 
 def describe_left(folder: Path) -> str | None:
     """Return what to say of a sweep that is left while its jobs may run on; None if all have a result."""
-    left = sorted({name.partition("_")[0] for name in _jobs(folder) if not _result(folder, name).exists()})
+    jobs = [name for name in _jobs(folder) if not (folder / _FOLDER / name / f"{name}_0_result.pkl").exists()]
+    left = sorted({name.partition("_")[0] for name in jobs})
     if not left:
         return None
     return (
@@ -165,7 +162,3 @@ def as_run_error(error: BaseException) -> RunError | None:
 def _jobs(folder: Path) -> list[str]:
     """Return SLURM's numbers of the jobs that were sent."""
     return sorted(path.parent.name for path in (folder / _FOLDER).glob("*/*_submitted.pkl"))
-
-
-def _result(folder: Path, name: str) -> Path:
-    return folder / _FOLDER / name / f"{name}_0_result.pkl"

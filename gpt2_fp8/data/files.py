@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
         elif not files:
             problems.append(Problem(reasons[matches[0]]))
         for path in files:
-            found.setdefault(disk.real_path(path), path)
+            found.setdefault(os.path.realpath(path), path)
     empty = {path for path in found.values() if path.stat().st_size == 0}
     if empty:
         log.warning("data: %d files are empty and are skipped, such as %s", len(empty), min(empty))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.table import Measured, Row
@@ -67,10 +66,10 @@ def _thousands(rate: float) -> str:
 
 @dataclass
 class Record:
-    """A benchmark's settings and the results so far."""
+    """A benchmark's settings by key, and the results so far."""
 
     folder: Path
-    bench: BenchConfig
+    bench: dict[str, Any]
     program: str  # as the user types it
     words: Sequence[str]  # the words after it
     cases: list[Measured] = field(default_factory=list)
@@ -137,7 +136,7 @@ class Record:
             "complete": self.complete,
             "device": self.device,
             "versions": self.versions,
-            "bench": asdict(self.bench),
+            "bench": self.bench,
             "cases": [{**asdict(m.case), "result": asdict(m.result), **self._ratios(m)} for m in self.cases],
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.shown import as_typed, meant
+from gpt2_fp8.config.shown import as_typed
 from gpt2_fp8.reports import render, runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -110,6 +111,15 @@ def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
          **{column: job.figures.get(column, "") for column, *_ in _FIGURES}, "note": job.message}
         for place, job in enumerate(jobs)
     ]  # fmt: skip
+
+
+def meant(value: str) -> str | float:
+    """Return what typed values are compared by: of a number, which may be written in several ways, its value."""
+    for kind in (int, float):  # exactly, also where a float has too few digits
+        with suppress(ValueError):
+            if math.isfinite(number := kind(value)):
+                return number
+    return value
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:

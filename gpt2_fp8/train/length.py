@@ -43,8 +43,8 @@ def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = 
         for line in run_length.describe_schedule(before, config):
             log.info(line)
         allowed = list(run_length.misfits(config, tokens)) if drawn else []
-        if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:
-            raise UserError(finding.problem for finding in found)
+        if found := [problem for problem in run_length.check(config, tokens) if problem not in allowed]:
+            raise UserError(found)
         ends = run_length.epoch_ends(config, tokens)
         shown = ", ".join(map(str, ends if len(ends) <= 5 else [*ends[:3], "...", ends[-1]]))
         when = f"they end at the steps {shown}" if ends else "none ends within this run"

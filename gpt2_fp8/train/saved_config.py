@@ -49,7 +49,7 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
         raise CheckpointError([Problem(f"{path} does not hold the configuration that it was trained with", _REMEDY)])
     config, found = parsing.build(RunConfig, _upgraded(checkpoint[KEY], path))
     if config is None:
-        causes = [f"{path} holds a configuration that cannot be read: {finding.problem.cause}" for finding in found]
+        causes = [f"{path} holds a configuration that cannot be read: {problem.cause}" for problem in found]
         raise CheckpointError([Problem(cause, _REMEDY) for cause in causes])
     return replace(config, init_from=None, ckpt_path=None)
 

@@ -166,9 +166,9 @@ def base() -> RunConfig:
 
 
 REFUSED = [
-    ("gpt3", "neither gpt2 nor bytes, and no file or folder"),
+    ("gpt3", "neither gpt2 nor bytes, and it is no file"),
     ("empty", "the folder has no tokenizer.json and no tokenizer.model"),
-    ("/dev/zero", "it is no regular file"),
+    ("/dev/zero", "it is no file"),
     ("gap.model", "its ranks are not those of all bytes"),
     ("huge.json", "its ids are not whole numbers"),
     ("endless", "2 special tokens, and none is known to end a document"),
@@ -192,7 +192,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfi
     name, _, vocab_size = word.partition(" model.vocab_size=")
     data = replace(base.data, tokenizer=name.strip("'").replace("\\t", "\t"))
     model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
-    (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
+    (problem,) = checks.check(replace(base, data=data, model=model))
     assert cause in problem.cause
 
 
