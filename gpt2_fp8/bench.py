@@ -21,10 +21,9 @@ from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.measure import table
+from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import Case, measure
-from gpt2_fp8.measure.record import Record
-from gpt2_fp8.measure.table import Measured, Row
+from gpt2_fp8.measure.record import Measured, Record, Row, why_not
 from gpt2_fp8.runtime import programs, signals
 
 FOLDER = Path("outputs/bench")
@@ -89,7 +88,7 @@ def help_text() -> str:
         {"key": f"bench.{key}", "on a GPU": show(gpu[key]), "on a CPU": show(cpu[key]), "what it is": about}
         for key, about in meanings(BenchConfig).items()
     ]
-    return HELP.format(keys=table.text(rows))
+    return HELP.format(keys=table(rows))
 
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
@@ -129,7 +128,7 @@ def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig])
         result = measure(case, bench.timeout, log)
         record.cases.append(Measured(case, result))
         record.keep()
-        told = table.why_not(result)
+        told = why_not(result)
         if result.tokens_per_second is not None:
             layers = f"{result.backend}{', compiled' if result.compiled else ''}"
             told = f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
@@ -143,7 +142,7 @@ def _end(record: Record) -> None:
     record.keep()
     reason = record.draw()
     for title, rows in record.tables().items():
-        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table.text(rows)}")
+        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table(rows)}")
     if reason:
         print(f"\n{reason}")
     if files := sorted(path.name for path in record.folder.glob("bench.*")):

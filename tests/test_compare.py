@@ -58,7 +58,7 @@ def test_the_files_and_what_is_printed(tmp_path, capsys):
     assert shown.startswith((tmp_path / "compare.md").read_text())
     assert shown.rstrip().endswith(", ".join(report.FILES))
     page = (tmp_path / "compare.html").read_text()
-    assert "<td>+10.00%</td>" in page
+    assert "+10.00%</td>" in page
     assert 'src="data:image/png;base64,' in page
     printed = json.loads(told(capsys, tmp_path, "--json", code=0))
     assert printed["throughput"][1]["times_base"] == 2.0

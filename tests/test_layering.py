@@ -30,14 +30,14 @@ HOUSE = {
     "export": Row("config train runtime"),
     "table": Row("config reports runtime"),
     "compare": Row("config reports runtime"),
-    "schedule": Row("compose config engine measure train runtime"),
+    "schedule": Row("compose config engine train runtime", "matplotlib"),
     "prepare": Row("compose config data runtime"),
     "doctor": Row("diagnose runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
     # what runs have left, read again
-    "reports": Row("train checkpoint config", "matplotlib numpy yaml"),
+    "reports": Row("train checkpoint config", "matplotlib markdown_it numpy yaml"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine fp8 model data compat checkpoint layers kernels runtime config",
@@ -87,7 +87,7 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.record", "reports.render", "measure.schedule_plot"],
+    "matplotlib": ["measure.record", "reports.render", "schedule"],
     "yaml": ["compose", "reports.sweep", "train.loggers"],
     "wandb": ["train.services"],
     "mlflow": ["train.services"],

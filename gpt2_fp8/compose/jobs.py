@@ -31,7 +31,6 @@ class Purpose(NamedTuple):
     """What a configuration is wanted for, where that is not a run that begins here."""
 
     restarted: bool | None = None  # whether its folder may hold what it has saved before; None: its launcher knows
-    drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
     begins: bool = False  # the run, or the sweep, begins here, so that the programs that it calls must be here
     name: str | None = None  # for a run, or a sweep, whose own name would be the time
     shown: bool = False  # it is only shown: its paths may be another machine's
@@ -156,13 +155,10 @@ class _Job:
             cfg, config, _ = self._build([word for word in self.words if word.key_or_group not in wrong])
         if config is None:
             return None, found
-        config = config if self.purpose.drawn else run_length.fit_schedule(config, self.typed)
+        config = run_length.fit_schedule(config, self.typed)
         across = list(check_processes(config, ranks.current(), self.typed, self.number is None))
         config = fit_processes(config, ranks.current(), self.typed)
         across += checks.check(config, but_paths=self.purpose.shown)
-        if self.purpose.drawn:
-            allowed = list(run_length.misfits(config))
-            across = [problem for problem in across if problem not in allowed]
         if not (self.purpose.shown or any("run_name" in problem.keys for problem in across)):
             across += self._check_place(cfg, config)
         across = [problem for problem in across if not wrong & set(problem.keys)]

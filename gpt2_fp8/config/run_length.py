@@ -160,19 +160,12 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Probl
     elif min(known.values()) < 1:
         yield problem(config, "trainer.max_tokens", f"a step has {tokens_a_step(config):,} tokens")
     else:
-        yield from misfits(config, tokens_a_pass)
-        if config.optim.schedule == "warmup_stable_decay" and config.optim.decay_steps is None:
-            reason = "the steps at the end in which the rate falls are not given"
-            yield problem(config, "optim.schedule optim.decay_steps", reason)
+        yield from _check_steps(config, min(known.values()), shortest(config, tokens_a_pass))
 
 
-def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Problem]:
-    """Find steps of one kind that do not fit a run. `check` finds them too; its rates can be drawn all the same."""
-    known = limits(config, tokens_a_pass)
-    steps, warmup, decay = min(known.values(), default=0), config.optim.warmup_steps, config.optim.decay_steps
-    if steps < 1:
-        return
-    limit = shortest(config, tokens_a_pass)
+def _check_steps(config: RunConfig, steps: int, limit: str) -> Iterator[Problem]:
+    """Find steps of one kind that do not fit a run of `steps`, which the key `limit` ends."""
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps
     if warmup > steps:
         yield problem(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run")
     elif decay is not None and decay > steps - warmup:
@@ -180,6 +173,9 @@ def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Pro
         yield problem(config, keys, "the decay is longer than what follows the warm-up")
     if bf16_last_steps(config) >= steps:
         yield problem(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
+    if config.optim.schedule == "warmup_stable_decay" and decay is None:
+        reason = "the steps at the end in which the rate falls are not given"
+        yield problem(config, "optim.schedule optim.decay_steps", reason)
 
 
 def _check_epochs(config: RunConfig) -> Iterator[Problem]:

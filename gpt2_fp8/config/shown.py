@@ -1,11 +1,15 @@
-"""How text, times and values are shown: on a terminal, without what it would obey, and as words to type."""
+"""How text, times, values and tables are shown: on a terminal, without what it would obey, and as words to type."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LONGEST = 1000  # characters of a cause or a remedy
+_LONGEST_CELL = 120  # and of a table's cell
+_NUMBER = re.compile(r"[-+]?[\d.,]+%?")
+_MARKUP = re.compile(r"([\\`*\[\]<|])")
 _BARE = re.compile(r"[A-Za-z0-9_/.+$%*@?|-]+")  # what Hydra's grammar has outside of quotes, apart from blanks
 
 
@@ -69,3 +73,26 @@ def quoted(text: str) -> str:
     """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return "'{}'".format(escaped.replace("${", "\\${"))
+
+
+def inert(cell: str, longest: int = _LONGEST_CELL) -> str:
+    """Return a text on one line, which Markdown shows as it is and a terminal does not obey."""
+    return _MARKUP.sub(r"\\\1", line(cell, longest))
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as a Markdown table of aligned columns; columns without any text are left out."""
+    texts = [{title: "" if cell is None else str(cell) for title, cell in row.items()} for row in rows]
+    titles = [t for t in dict.fromkeys(key for row in texts for key in row) if any(row.get(t) for row in texts)]
+    if not titles:
+        return ""
+    cells = [[inert(row.get(title, "")) for title in titles] for row in texts]
+    columns = list(zip(map(inert, titles), *cells, strict=True))
+    right = [all(_NUMBER.fullmatch(cell) for cell in column[1:] if cell) for column in columns]
+    widths = [max(3, *map(len, column)) for column in columns]
+    rule = ["-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)]
+    lines = [[column[0] for column in columns], rule, *cells]
+    return "\n".join(
+        f"| {' | '.join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))} |"
+        for row in lines
+    )

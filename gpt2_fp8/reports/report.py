@@ -50,8 +50,9 @@ def write(folder: Path, found: Comparison, left_out: Sequence[str]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     sections, picture = _sections(plain(found, left_out), found), render.comparison(found)
     written = render.markdown(TITLE, sections, FILES[2] if picture else None)
+    page = render.page(TITLE, render.markdown(TITLE, sections, None), picture)
     durable.write_text(folder / FILES[0], written)
-    durable.write_text(folder / FILES[1], render.page(TITLE, sections, picture))
+    durable.write_text(folder / FILES[1], page)
     if picture is not None:
         (folder / FILES[2]).write_bytes(picture)
     return written

@@ -29,12 +29,11 @@ class Length(NamedTuple):
     epoch_ends: list[int]
 
 
-def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = False) -> Length:
+def resolve_length(config: RunConfig, typed: Container[str] = ()) -> Length:
     """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted.
 
     A warm-up that is not among the keys `typed` is fitted to that number, and the log says so. Each rank counts, and
-    finds the same number. Raises UserError if what was typed does not fit, unless it is only `drawn`, and what reading
-    the text raises.
+    finds the same number. Raises UserError if what was typed does not fit, and what reading the text raises.
     """
     tokens, kept_ends = None, []
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
@@ -42,8 +41,7 @@ def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = 
         before, config = config.optim, run_length.fit_schedule(config, typed, tokens)
         for line in run_length.describe_schedule(before, config):
             log.info(line)
-        allowed = list(run_length.misfits(config, tokens)) if drawn else []
-        if found := [problem for problem in run_length.check(config, tokens) if problem not in allowed]:
+        if found := list(run_length.check(config, tokens)):
             raise UserError(found)
         ends = run_length.epoch_ends(config, tokens)
         shown = ", ".join(map(str, ends if len(ends) <= 5 else [*ends[:3], "...", ends[-1]]))

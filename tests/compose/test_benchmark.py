@@ -9,8 +9,9 @@ from gpt2_fp8 import compose
 from gpt2_fp8.compose.benchmark import BenchConfig, defaults, preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import meanings
+from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import Case, Result
-from gpt2_fp8.measure.table import Measured, case_rows, text
+from gpt2_fp8.measure.record import Measured, case_rows
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_an_optimizer_holds_for_every_case_and_is_shown():
     cases = [Measured(Case(config=config, steps=1, warmup=0), result) for config in configs]
     assert [row["optimizer"] for row in case_rows(cases)] == ["muon"] * len(configs)
     plain = Measured(Case(config=preflight([], True)[1][0], steps=1, warmup=0), result)
-    assert "optimizer" not in text(case_rows([plain])), "a column without values is left out"
+    assert "optimizer" not in table(case_rows([plain])), "a column without values is left out"
 
 
 # ---- `bench.rows`: a file of rows instead of combinations ------------------------------------------------------------
