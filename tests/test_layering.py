@@ -29,7 +29,7 @@ HOUSE = {
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config reports runtime"),
-    "compare": Row("config reports runtime"),
+    "compare": Row("checkpoint config reports runtime"),
     "schedule": Row("compose config engine train runtime", "matplotlib"),
     "prepare": Row("compose config data runtime"),
     "doctor": Row("diagnose runtime config"),
@@ -94,8 +94,8 @@ ONLY_IN = {
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
-    "joblib": ["compose.launchers"],
-    "submitit": ["compose.launchers"],
+    "joblib": ["compose.sweeps"],
+    "submitit": ["compose.sweeps"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons

@@ -64,9 +64,3 @@ def test_words_are_a_runs_with_and_without_its_name(words, tmp_path):
     done = forkserver.python("-m", "gpt2_fp8", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "modle" in done.stderr
-
-
-def test_the_exit_code_is_the_programs(tmp_path):
-    done = forkserver.python("-m", "gpt2_fp8", "table", "nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: nowhere ")

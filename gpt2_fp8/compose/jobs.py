@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import composition, launchers, sweeps
+from gpt2_fp8.compose import composition, sweeps
 from gpt2_fp8.compose.commandline import CommandLine, parse, parsed
 from gpt2_fp8.compose.composition import Catalog
 from gpt2_fp8.config import checks, disk, parsing, run_length
@@ -81,7 +81,7 @@ class Request:
             whole = self._whole()
             self.multirun = self.multirun or str(whole.hydra.mode).endswith("MULTIRUN")
             given = any(word.key_or_group == "run_name" for word in self.words)
-            sent = launchers.is_slurm(whole)  # at each turn again, into another folder
+            sent = sweeps.is_slurm(whole)  # at each turn again, into another folder
             if purpose.name and not given and not sent and _is_named_by_time(whole, self.multirun):
                 self.words.append(parsed(f"run_name={purpose.name}"))
                 whole = self._whole()
@@ -93,14 +93,14 @@ class Request:
         checked = [_Job(self, words, number, whole, purpose).check(problems) for number, words in jobs]
         problems += _check_folders(above, [job for job in checked if job.folder]) if self.multirun else ()
         done = [Planned(job.config, job.folder) for job in checked if job.config is not None]
-        problems += launchers.check_slurm(whole, [job.config for job in done], self.multirun, purpose.begins)
+        problems += sweeps.check_slurm(whole, [job.config for job in done], self.multirun, purpose.begins)
         return done
 
     def _jobs(self, whole: DictConfig, problems: list[Problem]) -> list[tuple[int | None, list[Override]]]:
         """Return each job's number and words; a single run has no number."""
         if not self.multirun:
             return [(None, self.words)]
-        if inside := launchers.check_ranks():
+        if inside := sweeps.check_ranks():
             problems += inside
             return []
         # the sweep of a file, as if it were typed in front of the other words
@@ -190,7 +190,7 @@ class _Job:
             cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"
             yield Problem(cause, "add the run_name=NAME of the run to continue", ("ckpt_path", "run_name"))
         again = self.purpose.restarted
-        if launchers.is_slurm(cfg):  # its jobs begin afresh
+        if sweeps.is_slurm(cfg):  # its jobs begin afresh
             again = False
         elif again is None:
             again = ranks.current().restarts + ranks.turns_before() > 0
@@ -198,8 +198,8 @@ class _Job:
             yield from wrong
         elif config.ckpt_path is None and not again:
             yield from disk.check_untaken(Path(self.folder))
-        if sweep and launchers.is_joblib(cfg.hydra):
-            yield from launchers.check_joblib(config)
+        if sweep and sweeps.is_joblib(cfg.hydra):
+            yield from sweeps.check_joblib(config)
 
     def _may_follow(self, problem: Problem) -> bool:
         """Return whether a problem may only follow from a choice that was refused, which would set its keys."""

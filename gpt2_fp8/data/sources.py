@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -166,7 +165,7 @@ def join_corpora(parts: list[Part], corpora: list[Corpus]) -> Corpus:
 
 def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
     """Compare what all sources train on with what they validate with. Raises UserError for each file of both."""
-    real = cache(os.path.realpath)
+    real = cache(lambda path: str(Path(path).resolve()))
     held: dict[tuple[str, str], dict[str, Unit]] = {}  # of each file, by source: the first unit that is held out
     for unit in sorted(held_out, key=lambda unit: unit.start):
         held.setdefault((real(unit.path), unit.version), {}).setdefault(unit.source, unit)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import compose
 from gpt2_fp8.compose.benchmark import BenchConfig, defaults, preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import meanings
-from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.record import Measured, case_rows
 
@@ -43,14 +41,6 @@ def test_without_a_word():
     assert cases() == [("gpt2", 64, "bf16", None), ("gpt2", 64, "fp8_hybrid", "delayed")]
     assert {model for model, *_ in cases(gpu=False)} == {"tiny"}
     assert cases("trainer=cpu") == cases(gpu=False)
-
-
-def test_transformer_engines_attention_is_for_the_layers_that_have_it():
-    _, configs = preflight(["attention=te"], True)
-    assert [config.attention for config in configs] == ["auto", "te"]
-    assert list(problems("attention=te", "bench.precision=bf16")) == [
-        "attention=te: no case of this benchmark has this key"
-    ]
 
 
 def test_all_combinations_and_a_recipe_only_where_there_is_one():
@@ -105,13 +95,6 @@ def test_a_runs_keys_hold_for_the_cases_that_have_them():
     )
 
 
-def test_a_case_is_what_a_run_would_be():
-    (bf16, fp8), (run,) = preflight(["seed=3"], True)[1], compose.preflight(["model=gpt2", "seed=3", "run_name=x"])
-    assert fp8.optim == run.optim
-    assert fp8.data == run.data == bf16.data
-    assert fp8.precision == run.precision
-
-
 REFUSED = (
     "model=gpt2",
     "trainer.max_steps=8",
@@ -153,16 +136,6 @@ def test_all_problems_at_once():
     assert len(problems("bench.modl=x", "bench.model=gpt3", "bench.steps=a", "seed=x", "model=tiny", "--foo=1")) == 6
 
 
-def test_an_optimizer_holds_for_every_case_and_is_shown():
-    _, configs = preflight(["optimizer=muon", "optimizer.matrix_lr=0.5", "bench.precision=[bf16,fp8_hybrid]"], True)
-    assert {(config.optimizer.name, config.optimizer.matrix_lr) for config in configs} == {("muon", 0.5)}
-    result = Result(status="ok")
-    cases = [Measured(Case(config=config, steps=1, warmup=0), result) for config in configs]
-    assert [row["optimizer"] for row in case_rows(cases)] == ["muon"] * len(configs)
-    plain = Measured(Case(config=preflight([], True)[1][0], steps=1, warmup=0), result)
-    assert "optimizer" not in table(case_rows([plain])), "a column without values is left out"
-
-
 # ---- `bench.rows`: a file of rows instead of combinations ------------------------------------------------------------
 
 
@@ -184,11 +157,6 @@ def test_each_row_is_a_run_of_its_own_words_and_no_baseline_is_added():
     assert (first.precision.name, first.compile, first.attention, first.micro_batch_size) == ("bf16", False, "math", 16)
     assert (second.precision.name, second.micro_batch_size, second.model.n_positions) == ("fp8_hybrid", 8, 512)
     assert first.global_batch_size * 512 == second.global_batch_size * 512 == 131_072, "the same step"
-
-
-def test_a_rows_words_come_after_those_of_the_command_line():
-    first, second = rows("a: precision=bf16\nb: precision=bf16 seed=3", "seed=2")
-    assert (first.seed, second.seed) == (2, 3)
 
 
 WRONG = {
@@ -214,17 +182,6 @@ def test_what_is_wrong_with_a_row_is_told_with_its_place(text):
 def test_keys_that_rows_replace_are_refused(word):
     (cause,) = row_problems("a: seed=1", word)
     assert cause.startswith(f"{word.partition('=')[0]}: ")
-
-
-def test_several_models_or_sizes_are_refused_with_rows():
-    assert len(row_problems("a: seed=1", "bench.model=[gpt2,tiny]", "bench.micro_batch_size=[1,2]")) == 2
-
-
-@pytest.mark.parametrize("name", ["missing.txt", "bytes.txt"])
-def test_a_file_that_is_none(name):
-    Path("bytes.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"bench\.rows="):
-        preflight([f"bench.rows={name}"], True)
 
 
 def test_the_ratios_are_to_the_first_row_and_to_the_row_before():

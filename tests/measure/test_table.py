@@ -57,14 +57,6 @@ def test_bf16_in_place_of_fp8_is_no_baseline():
     assert case_rows([fell_back])[0]["note"] == "ran bf16: no FP8 here"
 
 
-def test_a_case_that_went_wrong_is_a_row():
-    failed = Measured(measured().case, Result(status="out of memory", message="wanted 9 GiB more"))
-    row = case_rows([failed, measured()])[0]
-    assert (row["tokens/s"], row["note"]) == ("", "out of memory: wanted 9 GiB more")
-    failed_first = Measured(replace(failed.case), Result(status="failed"))
-    assert ratio(failed_first, [failed_first]) is None
-
-
 def test_kernels_beyond_the_first_are_one_row():
     kernels = [Kernel(name=f"k{i}", milliseconds=4 - i, share=(4 - i) / 10, calls=1) for i in range(4)]
     rows = kernel_rows(Result(status="ok", profile=kernels), count=2)
