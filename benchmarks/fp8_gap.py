@@ -42,16 +42,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from words import Parser
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.compose import quoted
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import FP8PrecisionConfig
-from gpt2_fp8.reports import spread
+from gpt2_fp8.config.shown import quoted
+from gpt2_fp8.reports.comparison import Difference, paired, welch
 from gpt2_fp8.train import metrics_csv
 
 HERE = Path(__file__).resolve().parent  # `stop_at` is there, a plug-in of the runs
@@ -279,20 +279,19 @@ def table(losses: Mapping[str, Mapping[int, float]]) -> str:
         if not values:
             lines.append(f"{name:{width}}  {0:4}")
             continue
-        own = spread.spread(values)
-        deviation = math.nan if own.deviation is None else own.deviation
-        line = f"{name:{width}}  {len(values):4}  {own.mean:.4f}  {deviation:9.4f}"
+        deviation = stdev(values) if len(values) > 1 else math.nan
+        line = f"{name:{width}}  {len(values):4}  {fmean(values):.4f}  {deviation:9.4f}"
         if name != first and base:
-            found = spread.welch(values, list(base.values()))
+            found = welch(values, list(base.values()))
             line += f"  {_told(found)}  {100 * found.value / fmean(base.values()):+.2f} %"
             if equal := sorted(by_seed.keys() & base.keys()):
-                paired = spread.paired([by_seed[seed] for seed in equal], [base[seed] for seed in equal])
-                line += f"; on {len(equal)} equal seeds {_told(paired)}"
+                found = paired([by_seed[seed] for seed in equal], [base[seed] for seed in equal])
+                line += f"; on {len(equal)} equal seeds {_told(found)}"
         lines.append(line)
     return "\n".join(lines)
 
 
-def _told(found: spread.Difference) -> str:
+def _told(found: Difference) -> str:
     if found.error is None or found.above is None:
         return f"{found.value:+.4f} (of one seed)"
     return f"{found.value:+.4f} ({found.error:.4f}), at most {found.above:+.4f}"

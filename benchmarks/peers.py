@@ -28,8 +28,8 @@ from gpt2_fp8.config.block_spec import GPT2_OPTIONS, block_spec, why_not
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
+from gpt2_fp8.config.shown import table
 from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.measure import table
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.runtime.moments import Moment
 
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
     config = parser.composed(words)
     rows = []
     for name in asked.only:
-        row: table.Row = {"program": name, "version": _version(PEERS[name][1:])}
+        row: dict[str, Any] = {"program": name, "version": _version(PEERS[name][1:])}
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
                 row |= child.submit(measure, name, config, asked.steps, asked.warmup).result()
         except Exception as error:  # another project's code may raise anything, or end its process
             row["note"] = f"{type(error).__name__}: {error}"
         rows.append(row)
-    print(table.text(rows))
+    print(table([{key: f"{v:,.4g}" if isinstance(v, float) else v for key, v in row.items()} for row in rows]))
     return 0
 
 

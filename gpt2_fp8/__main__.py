@@ -2,14 +2,12 @@
 
     gpt2-fp8                        the list
     gpt2-fp8 run model=gpt2         the program `run`; without a name, `gpt2-fp8 model=gpt2` is the same
-    gpt2-fp8 -sc install=bash       completion, for: eval "$(gpt2-fp8 -sc install=bash)"
 
 Exit codes are those of the program; 2 for a name that there is not.
 """
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import textwrap
@@ -24,18 +22,7 @@ HELP = """\
 {programs}
 
 gpt2-fp8 NAME --help shows what a program takes; python -m gpt2_fp8.NAME is the same program. Words without a name are a
-run's: gpt2-fp8 model=gpt2 data=fineweb. Completion in bash: eval "$(gpt2-fp8 -sc install=bash)"."""
-# The words after a program's name are completed by it, where it can: `run` by Hydra, from the choices and keys.
-COMPLETION = """\
-_gpt2_fp8()
-{
-    local word="${COMP_WORDS[COMP_CWORD]}" choices
-    choices=$(COMP_LINE="${COMP_LINE:0:COMP_POINT}" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null)
-    COMPREPLY=($(compgen -W "$choices" -- "$word"))
-    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
-}
-COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
-complete -o default -F _gpt2_fp8 gpt2-fp8"""
+run's: gpt2-fp8 model=gpt2 data=fineweb."""
 
 
 def main(argv: list[str]) -> int:
@@ -47,11 +34,6 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] == "help" and len(argv) == 2:  # "gpt2-fp8 help generate", as of git
         argv = [argv[1], "--help"]
-    if _asks(argv, "install=bash"):
-        print(COMPLETION)
-        return 0
-    if _asks(argv, "query=bash"):
-        return _complete(names)
     if argv[0] in names:
         return _run(argv[0], argv[1:])
     if argv[0].startswith("-") or "=" in argv[0] or argv[0].startswith("~"):
@@ -86,23 +68,6 @@ def _run(name: str, argv: list[str]) -> int:
         print(ended.code, file=sys.stderr)
         return 1
     return 0
-
-
-def _asks(argv: list[str], what: str) -> bool:
-    return argv in (["-sc", what], ["--shell-completion", what])
-
-
-def _complete(names: list[str]) -> int:
-    """Print what the last word of the line, which the shell has in a variable, may become."""
-    line = os.environ.get("COMP_LINE", "")
-    words = [*line.split(), *([""] if line.endswith(" ") or not line else [])]
-    if len(words) <= 2:
-        print(*names)
-    if len(words) > 2 and words[1] in names and words[1] != "run":
-        return 0
-    command = words[:1] + words[2 if words[1:2] == ["run"] else 1 :]
-    os.environ["COMP_LINE"] = " ".join(command)
-    return _run("run", ["-sc", "query=bash"])
 
 
 def entry() -> None:

@@ -11,19 +11,19 @@ written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from gpt2_fp8.compose import benchmark
+from gpt2_fp8.compose.benchmark import BenchConfig
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
-from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.measure import table
-from gpt2_fp8.measure.case import Case, Result, measure
-from gpt2_fp8.measure.record import Record
-from gpt2_fp8.measure.table import Measured, Row
+from gpt2_fp8.config.shown import table
+from gpt2_fp8.measure.case import Case, measure
+from gpt2_fp8.measure.record import Measured, Record, Row, why_not
 from gpt2_fp8.runtime import programs, signals
 
 FOLDER = Path("outputs/bench")
@@ -65,10 +65,13 @@ def _bench(argv: list[str]) -> None:
     if programs.answered(argv, help_text):
         return
     bench, configs, device = _request(argv)
-    record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
-    _say_start(record, configs, device)
+    record = Record(_folder(), asdict(bench), benchmark.PROGRAM.command, argv)
+    if device == "cpu":
+        why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
+        print(f"{why}: this measures the CPU, and says nothing about a GPU.")
+    print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
     try:
-        _measure_cases(record, configs, device)
+        _measure_cases(bench, record, configs)
         record.complete = True
     finally:
         _end(record)
@@ -85,13 +88,13 @@ def help_text() -> str:
         {"key": f"bench.{key}", "on a GPU": show(gpu[key]), "on a CPU": show(cpu[key]), "what it is": about}
         for key, about in meanings(BenchConfig).items()
     ]
-    return HELP.format(keys=table.text(rows))
+    return HELP.format(keys=table(rows))
 
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
     if found := disk.check_folder(FOLDER, "outputs/bench"):
-        raise UserError.of(found[0].problem.cause, ELSEWHERE)
+        raise UserError.of(found[0].cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)
     from gpt2_fp8.runtime import devices  # imports torch
@@ -112,36 +115,24 @@ def _folder() -> Path:
     return folder
 
 
-def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
-    if device == "cpu":
-        why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
-        print(f"{why}: this measures the CPU, and says nothing about a GPU.")
-    bench = record.bench
-    print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
-
-
-def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> None:
+def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig]) -> None:
     """Measure each case in turn. The files are written after each, so an early end loses nothing."""
-    bench = record.bench
     for number, config in enumerate(configs, 1):
         case = Case(config=config, steps=bench.steps, warmup=bench.warmup, profile=bench.profile)
-        recipe = f", {config.recipe.name}" if config.precision.name.startswith("fp8") else ""
-        optimizer = f", {config.optimizer.name}" if config.optimizer.name != "adamw" else ""
+        words = [f"{config.model.name}, micro-batch {config.micro_batch_size}", config.precision.name]
+        words += [config.recipe.name] if config.precision.name.startswith("fp8") else []
+        words += [config.optimizer.name] if config.optimizer.name != "adamw" else []
         named = f"{config.notes}: " if config.notes else ""
-        words = f"{named}{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
-        print(f"[{number}/{len(configs)}] {words}{optimizer} ... ", end="", flush=True)
+        print(f"[{number}/{len(configs)}] {named}{', '.join(words)} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
         result = measure(case, bench.timeout, log)
         record.cases.append(Measured(case, result))
         record.keep()
-        print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
-
-
-def _outcome(result: Result) -> str:
-    if result.tokens_per_second is None:
-        return table.why_not(result)
-    layers = f"{result.backend}{', compiled' if result.compiled else ''}"
-    return f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
+        told = why_not(result)
+        if result.tokens_per_second is not None:
+            layers = f"{result.backend}{', compiled' if result.compiled else ''}"
+            told = f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
+        print(told + (f" ({log})" if result.status == "failed" else ""), flush=True)
 
 
 def _end(record: Record) -> None:
@@ -151,7 +142,7 @@ def _end(record: Record) -> None:
     record.keep()
     reason = record.draw()
     for title, rows in record.tables().items():
-        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table.text(rows)}")
+        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table(rows)}")
     if reason:
         print(f"\n{reason}")
     if files := sorted(path.name for path in record.folder.glob("bench.*")):

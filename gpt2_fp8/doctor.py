@@ -15,10 +15,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.diagnose import facts, probe, rules
-from gpt2_fp8.diagnose.facts import Facts, Finding
+from gpt2_fp8.diagnose import probe, rules
+from gpt2_fp8.diagnose.rules import Facts, Finding
 from gpt2_fp8.runtime import programs
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
@@ -27,25 +26,25 @@ _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    try:
-        arguments = _parser().parse_args(argv)
-        found = probe.collect(_say)
-        if not arguments.quick and rules.verdict(found, rules.findings(found))[0]:
-            found = replace(found, steps=probe.measured(_say))
-    except RunError as error:
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    works: list[bool] = []
+    code = programs.exit_code(lambda: works.append(_diagnose(argv)))
+    return code or (0 if all(works) else NO_FP8)
+
+
+def _diagnose(argv: list[str]) -> bool:
+    """Print what a command line asks for; returns whether FP8 works here."""
+    arguments = _parser().parse_args(argv)
+    found = probe.collect(_say)
+    if not arguments.quick and rules.verdict(found, rules.findings(found))[0]:
+        found = replace(found, steps=probe.measured(_say))
     told = rules.findings(found)
     works, line, remedy = rules.verdict(found, told)
     if arguments.json:
-        shown = {"format": facts.FORMAT, "fp8_works": works, "verdict": line, "remedy": remedy}
+        shown = {"format": rules.FORMAT, "fp8_works": works, "verdict": line, "remedy": remedy}
         print(json.dumps(shown | {"findings": [asdict(one) for one in told], "facts": asdict(found)}, indent=1))
     else:
         print(harmless("\n".join([line, "", *_findings(told), "", *_runs(found)])))
-    return 0 if works else NO_FP8
+    return works
 
 
 def _findings(told: list[Finding]) -> Iterator[str]:
@@ -70,12 +69,10 @@ def _say(what: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.doctor",
-        description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
-        epilog="Exit codes: 0 FP8 works here, 5 it cannot, 2 your input, 130 stopped.",
-    )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
+    parser = programs.parser(
+        "doctor", "Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
+        f"{NO_FP8} FP8 cannot run here; ",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object: facts, findings, verdict")
     parser.add_argument("--quick", action="store_true", help="measure no step (otherwise about a minute on a GPU)")
     return parser

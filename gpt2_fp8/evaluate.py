@@ -36,15 +36,9 @@ Examples:
 docs/evaluate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 3 the loss is not finite;
 4 the data source was lost; 130, 141 stopped."""
 _LINES = {
-    "loss": "{:.6f} nats a token",
-    "perplexity": "{:.4f}",
-    "bits_per_byte": "{:.6f}",
-    "tokens": "{:,}",
-    "bytes": "{:,}",
-    "seconds": "{:.2f}",
-    "tokens_per_second": "{:,.0f}",
-    "peak_memory_gb": "{:.2f} GiB",
-}
+    "loss": "{:.6f} nats a token", "perplexity": "{:.4f}", "bits_per_byte": "{:.6f}", "tokens": "{:,}", "bytes": "{:,}",
+    "seconds": "{:.2f}", "tokens_per_second": "{:,.0f}", "peak_memory_gb": "{:.2f} GiB",
+}  # fmt: skip
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,7 @@
 """The export: a checkpoint's weights as a Hugging Face folder, for transformers and all that reads its folders.
 
     python -m gpt2_fp8.export outputs/first exported
-    python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported
-
-    python -m gpt2_fp8.export outputs/first exported --license apache-2.0
+    python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --license apache-2.0
 
 Exit codes: 0 done, 1 the folder could not be written, 2 the input, 130 stopped by SIGINT.
 """
@@ -49,7 +47,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     if why := paths.why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):
-        yield from (finding.problem for finding in wrong)
+        yield from wrong
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
 
@@ -62,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
     parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
-    parser.add_argument(
-        "--no-tokenizer", action="store_true", help="write no tokenizer, such as one whose file is gone"
-    )
+    parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer, if its file is gone")
     parser.add_argument("--license", metavar="ID", help="for the model card, such as apache-2.0; none if left out")
     return parser
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import IO, TYPE_CHECKING
 
 from gpt2_fp8.compose.commandline import Program, list_keys, read, settings, values_of
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.programs import GenerateConfig, check_generate
-from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.config.shown import counted, harmless
 from gpt2_fp8.runtime import programs
 
 if TYPE_CHECKING:
-    from gpt2_fp8.train.generation import Generation, Written
+    from gpt2_fp8.train.generation import Generation
 
 PROGRAM = Program("python -m gpt2_fp8.generate", GenerateConfig, flags=("help", "overrides"))
 HELP = """\
@@ -65,7 +64,7 @@ def _settings(argv: list[str]) -> GenerateConfig:
         prompts = []
     config = settings(GenerateConfig, values_of(line.overrides, problems) | {"prompt": prompts}, problems)
     if problems := [*problems, *check_generate(config)]:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return config
 
 
@@ -81,42 +80,25 @@ def _generate(argv: list[str]) -> None:
 
 def _write(ready: Generation, count: int, file: IO[str] | None) -> None:
     """Print each text, and write it to `file` too; a single one appears as it is drawn."""
-    say = _printer()
-    started, tokens = time.perf_counter(), 0
-    if count == 1:
-        say(ready.prompts[0])
-    for number, text in enumerate(ready.write(say if count == 1 else _silent), 1):
-        tokens += text.tokens
-        if count == 1:
-            say("\n")
-        else:
-            say(f"{'' if number == 1 else chr(10)}[{number} of {count}] {text.prompt}{text.text}\n")
-        if file is not None:
-            file.write(json.dumps(_row(text, ready), ensure_ascii=False) + "\n")
-            file.flush()
-        if text.ended == "not finite":
-            print(f"text {number} ends early: the model's logits were not finite", file=sys.stderr)
-    seconds = time.perf_counter() - started
-    print(f"{count} {'text' if count == 1 else 'texts'}, {tokens:,} tokens in {seconds:.1f} s", file=sys.stderr)
-
-
-def _row(text: Written, ready: Generation) -> dict[str, object]:
-    return {**vars(text), "seed": ready.config.seed, "checkpoint": str(ready.path)}
-
-
-def _printer() -> Callable[[str], object]:
-    """Return what writes to stdout at once. What a terminal would obey is escaped there."""
     clean = harmless if sys.stdout.isatty() else str
 
     def say(text: str) -> None:
-        sys.stdout.write(clean(text))
-        sys.stdout.flush()
+        print(clean(text), end="", flush=True)
 
-    return say
-
-
-def _silent(_: str) -> None:
-    """Say nothing: the text is printed when it has ended."""
+    started, tokens, alone = time.perf_counter(), 0, count == 1
+    if alone:
+        say(ready.prompts[0])
+    for number, text in enumerate(ready.write(say if alone else lambda _: None), 1):
+        tokens += text.tokens
+        break_before = "" if number == 1 else "\n"
+        say("\n" if alone else f"{break_before}[{number} of {count}] {text.prompt}{text.text}\n")
+        if file is not None:
+            row = {**vars(text), "seed": ready.config.seed, "checkpoint": str(ready.path)}
+            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+        if text.ended == "not finite":
+            print(f"text {number} ends early: the model's logits were not finite", file=sys.stderr)
+    seconds = time.perf_counter() - started
+    print(f"{counted(count, 'text')}, {tokens:,} tokens in {seconds:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,9 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
     if not hf_config.is_folder(source):
         what = f"has no {hf_config.CONFIG}" if os.path.isdir(source) else "is no folder"
-        yield Problem(
-            f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
-        )
+        yield Problem(f"{source} {what}", "give a folder as save_pretrained of transformers writes it")
     if wrong := disk.check_folder(folder, "FOLDER"):
-        yield from (finding.problem for finding in wrong)
+        yield from wrong
     elif os.path.lexists(folder):
         yield Problem(f"{folder} is there already", "name a folder that is not there yet")
 

@@ -27,7 +27,7 @@ from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs, registry, signals
 
 if TYPE_CHECKING:
-    from gpt2_fp8.data.preparation import Job, Kept, Preparation
+    from gpt2_fp8.data.preparation import Job, Preparation
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
     typed.words = words
     configs = compose.preflight(words)
     if problems := [problem for config in configs for problem in _find_uncached(config)]:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return typed, configs
 
 
@@ -97,18 +97,13 @@ def _fill(job: Job) -> None:
 def _describe(preparation: Preparation) -> Iterator[str]:
     """Yield what the cache has, a line for each side of each source, and how much of it is new."""
     for (name, side), kept in sorted(preparation.kept.items()):
-        yield f"{f'{name} ' if name else ''}{side}: {_describe_side(kept)}"
-    units = sum(kept.units for kept in preparation.kept.values())
-    size = sum(kept.size for kept in preparation.kept.values())
+        odd = {what: n for what, n in kept.documents.as_dict().items() if n and what not in ("read", "long")}
+        told = f"{kept.units:,} units, {kept.tokens:,} tokens, {kept.documents.read:,} documents"
+        told += f"; skipped or repaired: {', '.join(f'{n:,} {what}' for what, n in odd.items())}" if odd else ""
+        yield f"{f'{name} ' if name else ''}{side}: {told}"
+    units, size = (sum(getattr(kept, of) for kept in preparation.kept.values()) for of in ("units", "size"))
     there = max(units - preparation.tokenised, 0)
     yield f"cache: {size / 1e6:,.1f} MB; {preparation.tokenised:,} units tokenised now, {there:,} were there"
-
-
-def _describe_side(kept: Kept) -> str:
-    counts = kept.documents.as_dict()
-    odd = [f"{n:,} {name}" for name, n in counts.items() if n and name not in ("read", "long")]
-    said = f"{kept.units:,} units, {kept.tokens:,} tokens, {kept.documents.read:,} documents"
-    return said + (f"; skipped or repaired: {', '.join(odd)}" if odd else "")
 
 
 def _steps_of(config: RunConfig) -> int | None:
@@ -134,16 +129,15 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.prepare",
+    parser = programs.parser(
+        "prepare",
+        "Tokenises what the run of the same words will read, into its data.cache_dir. The run then reads the cache "
+        "alone. What is in the cache is not tokenised again, so a command that was stopped goes on.",
+        "1 the cache could not be written; 4 the data source was lost; ",
+        "data.num_workers=N is how many processes read and tokenise. docs/data.md says more.",
         usage="%(prog)s [--steps N | --all] [words of a run]",
-        description="Tokenises what the run of the same words will read, into its data.cache_dir. The run then reads "
-        "the cache alone. What is in the cache is not tokenised again, so a command that was stopped goes on.",
-        epilog="data.num_workers=N is how many processes read and tokenise. docs/data.md says more. Exit codes: "
-        "0 done; 1 the cache could not be written; 2 your input; 4 the data source was lost; 130, 143 stopped.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--steps", type=_positive, metavar="N", help="the text of the first N steps; without it, of the whole run"

@@ -53,7 +53,7 @@ def _job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import launchers
+    from gpt2_fp8.compose import sweeps
     from gpt2_fp8.compose.commandline import unforced
 
     try:
@@ -65,8 +65,8 @@ def _job(cfg: DictConfig) -> float | None:
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
-        if HydraConfig.get().mode == RunMode.MULTIRUN and launchers.is_joblib(HydraConfig.get()):
-            return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / launchers.STOP)
+        if HydraConfig.get().mode == RunMode.MULTIRUN and sweeps.is_joblib(HydraConfig.get()):
+            return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / sweeps.STOP)
         alone = HydraConfig.get().mode == RunMode.RUN
         if not alone and (count := loading.processes_to_start(config)) > 1:
             code = loading.launch(count, compose.of_job(sys.argv[1:], words, str(folder)))
@@ -112,7 +112,7 @@ def _run(argv: list[str]) -> int:
     import hydra
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import launchers, sweeps
+    from gpt2_fp8.compose import sweeps
 
     line = compose.read(argv)
     if line.shows:
@@ -136,7 +136,7 @@ def _run(argv: list[str]) -> int:
             slurm.note_step()  # its jobs may have
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
         if isinstance(error, Exception) and (folder := sweeps.begun()) is not None:
-            launchers.wait_for_jobs(folder)  # the table is to have every job
+            sweeps.wait_for_jobs(folder)  # the table is to have every job
         raise
     finally:
         _end_sweep()
@@ -145,7 +145,7 @@ def _run(argv: list[str]) -> int:
 
 def _end_sweep() -> None:
     """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
-    from gpt2_fp8.compose import launchers, sweeps
+    from gpt2_fp8.compose import sweeps
 
     folder = sweeps.take()
     if folder is None or not ranks.is_first_rank():
@@ -155,7 +155,7 @@ def _end_sweep() -> None:
     try:
         for text in sweep.write(folder, sweep.read(folder)):
             print(harmless(text), flush=True)
-        if isinstance(sys.exc_info()[1], Interrupted) and (said := launchers.describe_left(folder)):
+        if isinstance(sys.exc_info()[1], Interrupted) and (said := sweeps.describe_left(folder)):
             programs.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
         programs.say(f"warning: the table of the sweep is not complete: {error}")
@@ -173,9 +173,9 @@ def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
         return slurm.ended(handlers.received)
     if isinstance(caught, RunError):
         return caught
-    from gpt2_fp8.compose import launchers
+    from gpt2_fp8.compose import sweeps
 
-    return launchers.as_run_error(caught) if isinstance(caught, Exception) else None
+    return sweeps.as_run_error(caught) if isinstance(caught, Exception) else None
 
 
 def entry() -> None:

@@ -1,4 +1,4 @@
-"""The learning rate of a run, step by step, before it is started: a table, a picture, and what cannot be meant.
+"""The learning rate of a run, step by step, before it is started: a table, a picture, and what can hardly be meant.
 
     python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
     python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import disk, own_words, run_length
+from gpt2_fp8.config import disk, own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import OptimConfig, RunConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import programs
 
 LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
 _TENTHS = 10
+_POINTS = 1000  # of a curve
 DEFAULT = Path("outputs/schedule.png")
 
 
@@ -34,32 +35,26 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    wrong = [] if picture.is_dir() else disk.check_folder(picture.absolute().parent, "--picture")
+    wrong = disk.check_folder(picture.absolute().parent, "--picture")
     if picture.is_dir() or wrong:
-        why = wrong[0].problem.cause if wrong else "is a folder"
+        why = wrong[0].cause if wrong else "is a folder"
         raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
-    configs, typed = compose.preflight(words, compose.Purpose(drawn=True)), own_words.keys(words)
-    from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
-    from gpt2_fp8.train.setup import resolve_length
+    configs = compose.preflight(words)
+    from gpt2_fp8.train.setup import resolve_length  # after what was typed is known to be right: it loads torch
 
-    runs = []
-    for before in configs:
-        config = resolve_length(run_length.fit_schedule(before, typed), typed, drawn=True).config
-        print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
-        runs.append(config)
+    runs = [resolve_length(config, own_words.keys(words)).config for config in configs]
+    for config in runs:
+        print(harmless("\n".join(lines(config))), end="\n\n")
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        schedule_plot.plot(runs, picture)
+        plot(runs, picture)
         print(line(f"picture: {picture}"))
     except ImportError:
         print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
 
 
-def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]:
-    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings.
-
-    `before`: what its settings were before they were fitted to the run; None: the same.
-    """
+def lines(config: RunConfig) -> Iterator[str]:
+    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
     from gpt2_fp8.engine.schedule import learning_rate_factor
 
     optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
@@ -67,39 +62,54 @@ def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]
     last = learning_rate_factor(steps - 1, optim, steps)
     yield f"{optim.schedule}: peak {optim.lr:.3g} after {optim.warmup_steps:,} steps, {optim.lr * last:.3g} at the end"
     yield f"{'step':>11}  {'tokens':>19}  {'rate':>9}  {'of the peak':>11}"
-    marks = _marks(config)
+    marks = {optim.warmup_steps + 1: "the peak"} if 0 < optim.warmup_steps < steps else {}
+    if optim.decay_steps is not None:
+        marks[steps - optim.decay_steps + 1] = "the decay begins"
     for step in sorted({1, steps, *marks, *(round(steps * part / _TENTHS) or 1 for part in range(1, _TENTHS))}):
         part = learning_rate_factor(step - 1, optim, steps)
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
-    before = before or optim
-    yield from run_length.describe_schedule(before, config)
-    yield from (f"warning: {reason}" for reason in warnings(config, before.warmup_steps != optim.warmup_steps))
+    yield from (f"warning: {reason}" for reason in warnings(config))
 
 
-def warnings(config: RunConfig, fitted: bool = False) -> Iterator[str]:
-    """Yield what can hardly be meant; a run refuses what does not fit it.
-
-    `fitted`: the warm-up is already another one than in the settings, and what became of it was said.
-    """
+def warnings(config: RunConfig) -> Iterator[str]:
+    """Yield what can hardly be meant."""
     optim, steps = config.optim, config.trainer.max_steps or 0
-    misfits = [f"{finding.problem.cause}; a run refuses it" for finding in run_length.misfits(config)]
-    yield from misfits
-    if not misfits and not fitted and optim.warmup_steps > LONG_WARMUP * steps:
+    if optim.warmup_steps > LONG_WARMUP * steps:
         yield f"the warm-up takes {100 * optim.warmup_steps / steps:.0f} % of the run, where 1 to 10 % is usual"
-    elif not misfits and not fitted and not optim.warmup_steps and steps > 1:
+    elif not optim.warmup_steps and steps > 1:
         yield "there is no warm-up: the first update has the full rate"
     if config.trainer.max_time is not None and optim.schedule != "constant":
         yield f"trainer.max_time={config.trainer.max_time} may end the run before the rate has come down"
 
 
-def _marks(config: RunConfig) -> dict[int, str]:
-    """Return the steps at which something begins or ends."""
-    optim, steps = config.optim, config.trainer.max_steps or 0
-    marks = {optim.warmup_steps + 1: "the peak"} if 0 < optim.warmup_steps < steps else {}
-    if optim.decay_steps is not None:
-        marks[steps - optim.decay_steps + 1] = "the decay begins"
-    return marks
+def plot(configs: Sequence[RunConfig], path: Path) -> None:
+    """Write a PNG with the rate of every step of each run over its tokens; a dotted line marks the end of a warm-up.
+
+    Raises ImportError if matplotlib is not installed, and OSError.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
+
+    from gpt2_fp8.engine.schedule import learning_rate_factor
+
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for config in configs:
+        optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
+        last_of_warmup = min(optim.warmup_steps, steps - 1)
+        every = sorted({*range(0, steps, max(1, steps // _POINTS)), last_of_warmup, steps - 1})
+        rates = [optim.lr * learning_rate_factor(step, optim, steps) for step in every]
+        label = f"{config.model.name}, {optim.schedule}, peak {optim.lr:.3g}, warm-up {optim.warmup_steps:,}, "
+        label = line(f"{label}{steps:,} steps", 100).replace("$", r"\$")
+        (curve,) = axes.plot([(step + 1) * tokens for step in every], rates, label=label)
+        if 0 < optim.warmup_steps < steps:
+            axes.axvline((optim.warmup_steps + 1) * tokens, color=curve.get_color(), linestyle=":", linewidth=1)
+        axes.plot(steps * tokens, rates[-1], "o", color=curve.get_color(), markersize=4)
+    axes.set(xlabel="tokens", ylabel="learning rate")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,15 +31,15 @@ HOUSE = {
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config reports runtime"),
-    "compare": Row("config reports runtime"),
-    "schedule": Row("compose config engine measure train runtime"),
+    "compare": Row("checkpoint config reports runtime"),
+    "schedule": Row("compose config engine train runtime", "matplotlib"),
     "prepare": Row("compose config data runtime"),
     "doctor": Row("diagnose runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
     # what runs have left, read again
-    "reports": Row("train checkpoint config", "matplotlib numpy yaml"),
+    "reports": Row("train checkpoint config", "matplotlib markdown_it numpy yaml"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine fp8 model data compat checkpoint layers kernels runtime config",
@@ -86,15 +86,15 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.record", "reports.render", "measure.schedule_plot"],
+    "matplotlib": ["measure.record", "reports.render", "schedule"],
     "yaml": ["compose", "reports.sweep", "train.loggers"],
     "wandb": ["train.services"],
     "mlflow": ["train.services"],
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
-    "joblib": ["compose.launchers"],
-    "submitit": ["compose.launchers"],
+    "joblib": ["compose.sweeps"],
+    "submitit": ["compose.sweeps"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons

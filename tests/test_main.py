@@ -1,10 +1,7 @@
-"""`gpt2-fp8`, and `python -m gpt2_fp8`: the list of programs, each of them by its name, completion, the version."""
+"""`gpt2-fp8`, and `python -m gpt2_fp8`: the list of programs, each of them by its name, the version."""
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -67,43 +64,3 @@ def test_words_are_a_runs_with_and_without_its_name(words, tmp_path):
     done = forkserver.python("-m", "gpt2_fp8", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "modle" in done.stderr
-
-
-def test_the_exit_code_is_the_programs(tmp_path):
-    done = forkserver.python("-m", "gpt2_fp8", "table", "nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: nowhere ")
-
-
-COMPLETED = [
-    ("gpt2-fp8 ben", {"bench"}),
-    ("gpt2-fp8 run recipe=del", {"recipe=delayed"}),
-    ("gpt2-fp8 run model=gpt2 trainer.max_s", {"trainer.max_steps="}),
-]
-
-
-@pytest.mark.parametrize(("line", "found"), COMPLETED, ids=[line for line, _ in COMPLETED])
-def test_completion_in_bash(line, found, tmp_path):
-    """The shell itself calls the function that `-sc install=bash` prints."""
-    folder = Path(sys.executable).parent
-    assert (folder / "gpt2-fp8").exists(), "pip install -e . makes it"
-    script = f"""
-        eval "$(gpt2-fp8 -sc install=bash)"
-        COMP_LINE='{line}' COMP_POINT={len(line)}
-        IFS=' ' read -ra COMP_WORDS <<< "$COMP_LINE"
-        [[ $COMP_LINE == *' ' ]] && COMP_WORDS+=('')
-        COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-        compopt() {{ :; }}
-        _gpt2_fp8 && true
-        complete -p gpt2-fp8 > /dev/null && printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
-    )
-    assert set(done.stdout.split()) == found, done.stderr
-    assert done.stderr == ""

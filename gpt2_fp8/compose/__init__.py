@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +17,18 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compose import jobs
-from gpt2_fp8.compose.commandline import CommandLine, quoted, read
+from gpt2_fp8.compose.commandline import CommandLine, read
 from gpt2_fp8.compose.composition import conf_dir, open_catalog
 from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
 from gpt2_fp8.config import own_words, parsing, paths, run_length
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import quoted
 from gpt2_fp8.runtime import programs, ranks, registry
 
 __all__ = ["Plan", "Planned", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
-           "plan_run", "preflight", "quoted", "read", "to_run_config"]  # fmt: skip
+           "plan_run", "preflight", "read", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
 # What only `python -m gpt2_fp8.run` reads: a Trainer of one's own has arguments for it.
@@ -52,7 +54,7 @@ def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
         planned = request.plan(problems, purpose)
         words = [*line.flags, *(catalog.as_hydra_takes(override) for override in line.overrides)]
     if problems:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return Plan(planned, request.multirun, words)
 
 
@@ -139,7 +141,7 @@ def to_run_config(
     """
     config, found = parsing.build(RunConfig, OmegaConf.to_container(cfg, resolve=True))
     if config is None:
-        raise UserError(dict.fromkeys(finding.problem for finding in found))
+        raise UserError(found)
     config = config if folder is None else paths.absolute(config, folder)
     before, config = config, run_length.fit_schedule(config, typed)
     config = jobs.fit_processes(config, ranks.current(), typed)
@@ -161,40 +163,27 @@ def load_config(*words: str) -> RunConfig:
     only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
     """
     line = read(list(words))
-    unread = [override for override in line.overrides if _READ_BY_RUN.match(override.key_or_group)]
-    problems = [_not_read(str(override.input_line)) for override in unread]
-    if line.multirun:
-        problems.append(Problem("-m: load_config gives one configuration", "call it once for each"))
-    elif line.shows:
-        problems.append(Problem("load_config takes no flag that shows something"))
-    configs: list[RunConfig] = []
+    keys = {word.key_or_group: str(word.input_line) for word in line.overrides}
+    problems = [_read_by_run(word) for key, word in keys.items() if _READ_BY_RUN.match(key)]
+    if line.multirun or line.shows:
+        problems.append(Problem("-m: load_config gives one configuration, and takes no flag that shows something"))
     try:
-        configs = [] if line.multirun else [job.config for job in plan(line).jobs]
+        (config,) = [job.config for job in plan(line).jobs] if not line.multirun else [None]
     except UserError as error:
-        problems += error.problems
-    if configs:
-        problems += (problem for problem in _decided_by_run(configs[0]) if problem not in problems)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
-    registry.load(configs[0].plugins, Path.cwd())
-    return configs[0]
+        raise UserError([*problems, *error.problems]) from None
+    if config is not None:  # a choice of several keys (`debug=fdr`) may have set them
+        trainer = config.trainer
+        only = {"micro_batch_size=auto": config.micro_batch_size == "auto",
+                f"trainer.max_epochs={trainer.max_epochs}": trainer.max_epochs is not None,
+                f"trainer.fast_dev_run={show(trainer.fast_dev_run)}": trainer.fast_dev_run,
+                f"trainer.profiler={trainer.profiler}": trainer.profiler,
+                f"trainer.max_time={trainer.max_time}": trainer.max_time}  # fmt: skip
+        problems += [_read_by_run(word) for word, is_set in only.items() if is_set]
+    if problems or config is None:
+        raise UserError(problems)
+    registry.load(config.plugins, Path.cwd())
+    return config
 
 
-def _not_read(word: str) -> Problem:
+def _read_by_run(word: str) -> Problem:
     return Problem(f"{word}: only python -m gpt2_fp8.run reads it", "leave it out, and give it to your Trainer")
-
-
-def _decided_by_run(config: RunConfig) -> Iterator[Problem]:
-    """Report an `auto` that only the program decides, and keys that only the program reads.
-
-    A choice of several keys (`debug=fdr`) may have set them.
-    """
-    if config.micro_batch_size == "auto":
-        yield Problem("micro_batch_size=auto: only python -m gpt2_fp8.run looks for the largest that fits")
-    if config.trainer.max_epochs is not None:
-        yield Problem(
-            f"trainer.max_epochs={config.trainer.max_epochs}: only python -m gpt2_fp8.run counts a text's tokens"
-        )
-    for key in ("fast_dev_run", "profiler", "max_time"):
-        if value := getattr(config.trainer, key):
-            yield _not_read(f"trainer.{key}={str(value).lower()}")

@@ -8,36 +8,63 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
-from gpt2_fp8.compose.commandline import Program, parse, read
+from gpt2_fp8.compose.commandline import Program, parse, read, values_of
 from gpt2_fp8.compose.composition import BENCH, Catalog, conf_dir, open_catalog
 from gpt2_fp8.compose.jobs import Request
 from gpt2_fp8.config import disk, hints, parsing
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import key_paths, show
-from gpt2_fp8.config.programs import BenchConfig, BenchRunConfig
+from gpt2_fp8.config.keys import Count, Range, Steps, key_paths, show
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 
-PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
 TOKENS_PER_STEP = 131_072  # about; of a step on a GPU
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
 LISTS = ("model", "precision", "recipe", "micro_batch_size")
-_NOT_WITH_ROWS = ("precision", "recipe", "baseline")
-_OWN = tuple(field.name for field in fields(BenchConfig))
 _HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
-# A run's keys that change nothing of what is measured.
+# A run's keys and groups that change nothing of what is measured, and those of `trainer` that do change it.
 _MEANINGLESS = (
     *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
     *("data.val_sequences", "precision.evaluation", "precision.bf16_last_steps"),
 )
-_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
-_LONGEST_NAME = 60  # characters
+_OF_TRAINER = ("trainer", "trainer.accelerator", "trainer.deterministic", "trainer.devices", "trainer.num_nodes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What `bench` measures: all combinations of the four lists, with a recipe only if the precision is FP8.
+
+    The defaults are in `conf/bench.yaml`, for a GPU and for a CPU.
+    """
+
+    model: Annotated[list[str], "choices of the group model"]
+    precision: Annotated[list[str], "fp32, bf16, fp8_hybrid, fp8_e4m3"]
+    recipe: Annotated[list[str], "of the FP8 precisions: delayed, current, rowwise, block, mxfp8"]
+    micro_batch_size: Annotated[list[Count], "sequences a forward pass"]
+    global_batch_size: Annotated[Count | None, "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch"]
+    baseline: Annotated[bool, "on a GPU also bf16 under torch.compile, which the ratios refer to"]
+    steps: Annotated[Count, "timed steps"]
+    warmup: Annotated[Steps, "steps before them"]
+    timeout: Annotated[float, Range(0, 10**8, open_least=True), "seconds that a case may take"]
+    profile: Annotated[bool, "also the kernels that a step's time goes to"]
+    # instead of the combinations of precision and recipe; the ratios are then to the first row and to the row before
+    rows: Annotated[str | None, "a file of lines NAME: WORDS OF A RUN, measured in turn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRunConfig(RunConfig):
+    """All that the command line of `bench` knows: a run's keys, which hold for every case, and its own."""
+
+    bench: BenchConfig
+
+
+PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
+_OWN = tuple(field.name for field in fields(BenchConfig))
 
 
 def defaults(gpu: bool) -> dict[str, Any]:
@@ -52,39 +79,33 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     unless `bench.baseline=false`. Raises UserError with every problem, each once.
     """
     line = read(argv, PROGRAM)
-    problems, own, given = list(line.problems), [], []
-    for override in line.overrides:
-        if override.key_or_group.partition(".")[0] == BENCH:
-            own.append(override)
-        elif problem := _refusal(override):
-            problems.append(problem)
-        else:
-            given.append(override)
-    gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
+    own = [word for word in line.overrides if word.key_or_group.partition(".")[0] == BENCH]
+    others = [word for word in line.overrides if word not in own]
+    given = [word for word in others if _refusal(word) is None]
+    problems = [*line.problems, *filter(None, map(_refusal, others))]
+    gpu = gpu and not any(word.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for word in given)
     with open_catalog() as catalog:
         problems += catalog.add_folders([line.config_dir] if line.config_dir else [])
         bench = _settings(own, catalog, gpu, problems)
         cases = _Cases(bench, given, catalog, gpu, problems)
         configs = cases.of_rows(bench.rows) if bench.rows is not None else cases.of_combinations()
     if problems:
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return bench, configs
 
 
 def _refusal(override: Override, in_row: bool = False) -> Problem | None:
     """Return why a word that would be right for a run is wrong for a benchmark, or `in_row`, in a row; else None."""
     key, line = override.key_or_group, str(override.input_line)
-    value = line.partition("=")[2]
-    if override.is_hydra_override() or key.startswith("bench."):
-        return Problem(f"{line} is no word of one run: the benchmark keeps a folder and a log of its own")
-    if key in LISTS and not in_row:
-        return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value.strip('[]')}]'")
+    value, group = line.partition("=")[2], key.partition(".")[0]
     if key in _HERE:
         return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
+    if key in LISTS and not in_row:
+        return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value.strip('[]')}]'")
     if key in _OWN and not in_row:
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
-    of_trainer = key.startswith("trainer.") and key in key_paths(RunConfig) and key not in _OF_TRAINER
-    if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
+    of_trainer = group == "trainer" and key not in _OF_TRAINER
+    if of_trainer or override.is_hydra_override() or {key, group} & {*_MEANINGLESS, BENCH}:
         return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
     if override.is_sweep_override():
         return Problem(f"{line} is several values", "write a row for each" if in_row else "give one")
@@ -92,39 +113,21 @@ def _refusal(override: Override, in_row: bool = False) -> Problem | None:
 
 
 def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]) -> BenchConfig:
-    """Build the `bench` keys. Problems are added to `problems`, and a key of the wrong type has its default."""
-    default, values = defaults(gpu), {}
-    for override in own:
-        line, key = str(override.input_line), override.key_or_group.removeprefix("bench.")
-        if override.is_delete() or key == BENCH or override.is_sweep_override():
-            problems.append(Problem(f"{line}: its keys are set one by one, and a list stands in brackets"))
-        else:
-            one = override.value()
-            values[key] = [one] if key in LISTS and one is not None and not isinstance(one, (list, dict)) else one
-    _, found = parsing.build(BenchConfig, default | values, BENCH)
-    problems += [finding.problem for finding in found]
-    for key in {key.partition(".")[2] for finding in found for key in finding.keys}:
-        values.pop(key, None)
-    bench, _ = parsing.build(BenchConfig, default | values, BENCH)
-    assert bench is not None, "the file's own values are right"
+    """Build the `bench` keys. Problems are added to `problems`, and a wrong key has its default."""
+    default, values = defaults(gpu), values_of(own, problems)
+    values = {key.removeprefix(f"{BENCH}."): value for key, value in values.items()}
+    values |= {key: [values[key]] for key in LISTS if isinstance(values.get(key), (str, int))}
+    bench = parsing.build_with_defaults(BenchConfig, values, default, problems, BENCH)
     for group in LISTS[:3]:
         options = [name for name in catalog.get_group_options(group) if name != "auto"]  # that is the backend's own
         if unknown := [name for name in getattr(bench, group) if name not in options]:
             problems += [Problem(*hints.unknown_choice(f"bench.{group}", name, options)) for name in unknown]
             bench = replace(bench, **{group: default[group]})
-    return _checked(bench, values, problems)
-
-
-def _checked(bench: BenchConfig, given: dict[str, Any], problems: list[Problem]) -> BenchConfig:
-    """Add what is wrong with settings whose types and ranges are right; returns them without what is."""
     if bench.rows is not None:
-        twice = [name for name in given if name in _NOT_WITH_ROWS]
+        twice = [name for name in ("precision", "recipe", "baseline") if name in values]
         problems += [Problem(f"bench.{name}: the rows of bench.rows have words of their own") for name in twice]
-        problems += [
-            Problem(f"bench.{name}={show(getattr(bench, name))}: the rows of bench.rows are compared on one")
-            for name in ("model", "micro_batch_size")
-            if len(set(getattr(bench, name))) > 1
-        ]
+        several = [name for name in ("model", "micro_batch_size") if len(set(getattr(bench, name))) > 1]
+        problems += [Problem(f"bench.{name}: the rows of bench.rows are compared on one") for name in several]
     problems += [Problem(f"bench.{name}=[]: nothing to measure") for name in LISTS if not getattr(bench, name)]
     whole = bench.global_batch_size
     if over := [size for size in bench.micro_batch_size if whole is not None and whole % size]:
@@ -143,26 +146,23 @@ class BenchRow(NamedTuple):
 
 def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> list[BenchRow]:
     """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
-    rows: list[BenchRow] = []
+    rows: dict[str, BenchRow] = {}
     before = len(problems)
     for number, line in enumerate(disk.read_text(key, file, problems).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, rest = (part.strip() for part in line.partition(":"))
-        reason = None
-        if not colon or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
-            reason = "it has no name before a colon" if not colon or not name else "its name is too long, or no text"
-        elif name in [row.name for row in rows]:
-            reason = f"a row above has the name {show(name)}"
         try:
-            rows += [] if reason else [BenchRow(name, tuple(shlex.split(rest, comments=True)))]
-        except ValueError as error:
-            reason = f"its words cannot be read: {error}"
-        if reason:
-            problems.append(Problem(f"{key}={show(file)}, line {number}: {reason}", FORM))
+            if not colon or not name or not name.isprintable():
+                raise ValueError("it has no name before a colon")
+            if name in rows:
+                raise ValueError(f"a row above has the name {show(name)}")
+            rows[name] = BenchRow(name, tuple(shlex.split(rest, comments=True)))
+        except ValueError as error:  # also shlex's
+            problems.append(Problem(f"{key}={show(file)}, line {number}: {error}", FORM))
     if not rows and len(problems) == before:
         problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
-    return rows
+    return list(rows.values())
 
 
 class _Case(NamedTuple):
@@ -246,19 +246,13 @@ class _Cases:
             if config.trainer.devices != 1 or config.trainer.num_nodes != 1:
                 problems.append(Problem("the benchmark measures one device, and this is a run on several"))
             if not limits(config):
-                cause = "the benchmark counts no epochs"
-                problems.append(Problem(cause, "trainer.max_steps=NUMBER in the file that has null"))
-            model = config.model
+                remedy = "trainer.max_steps=NUMBER in the file that has null"
+                problems.append(Problem("the benchmark counts no epochs", remedy))
+            model, whole = config.model, self.bench.global_batch_size
             if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
                 model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
-            whole = sequences_per_step(self.bench, micro_batch_size, model.n_positions, self.gpu)
+            if whole is None:
+                micro_batches = round(TOKENS_PER_STEP / (micro_batch_size * model.n_positions)) if self.gpu else 1
+                whole = micro_batch_size * max(1, micro_batches)
             done.append(replace(config, model=model, global_batch_size=whole))
         return done
-
-
-def sequences_per_step(bench: BenchConfig, micro_batch_size: int, n_positions: int, gpu: bool) -> int:
-    """Return a step's sequences: `bench.global_batch_size`, or the number that its null stands for."""
-    if bench.global_batch_size is not None:
-        return bench.global_batch_size
-    micro_batches = round(TOKENS_PER_STEP / (micro_batch_size * n_positions)) if gpu else 1
-    return micro_batch_size * max(1, micro_batches)

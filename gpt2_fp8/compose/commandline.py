@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -38,6 +38,14 @@ _WITH_NONE = ("callbacks", "logger")  # the groups with a choice `none`
 _HYDRAS_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _ONE_OF = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which Hydra takes only one
 _SHOW = ("help", "hydra_help", "cfg", "info", "shell_completion")  # flags that only ask to see something
+_REFUSED = {  # flags, by argparse's name
+    "config_path": "would hide this program's own settings (-cd FOLDER adds yours)",
+    "experimental_rerun": "would unpickle a file",
+}
+_IN_QUOTES = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+# What Hydra reads as a number or a truth value, which are not typed so again.
+_NO_TEXT = r"(?i:(?!-?\d+(?![\w.]))[+-]?(?:[\d_.]*\d[\d_.]*(?:e[+-]?[\d_]+)?|inf|nan)|true|false)"
+_ITEM = re.compile(rf"(?s){_IN_QUOTES}|(^[^=]*=|[\[,]\s*)({_NO_TEXT})(?=\s*(?:[\],]|$))")
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
@@ -77,19 +85,15 @@ def read(argv: list[str], program: Program = RUN) -> CommandLine:
     overrides, problems = parse(_spelled(words, program.schema))
     given = hydra_private.given_flags(parser, args)
     problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *problems]
-    if program.flags is not None:
-        alone = [flag for name, flag in given.items() if name not in program.flags]
-        problems += [Problem(f"{flag} is a flag of {RUN.command} alone") for flag in alone]
-    if args.config_path is not None:
-        problems.append(Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours"))
-    if args.experimental_rerun is not None:
-        problems.append(Problem("--experimental-rerun would unpickle a file"))
+    for name, flag in given.items():
+        if program.flags is not None and name not in program.flags:
+            problems.append(Problem(f"{flag} is a flag of {RUN.command} alone"))
+        elif name in _REFUSED:
+            problems.append(Problem(f"{flag} {_REFUSED[name]}"))
     if len(one := [flag for name, flag in given.items() if name in _ONE_OF]) > 1:
         problems.append(Problem(f"{' and '.join(one)} cannot be given together"))
-    flags = []
-    for name, flag in given.items():
-        option, value = flag.partition("/")[0], getattr(args, name)
-        flags.append(option if value is True else f"{option}={value}")
+    options = {flag.partition("/")[0]: getattr(args, name) for name, flag in given.items()}
+    flags = [flag if value is True else f"{flag}={value}" for flag, value in options.items()]
     shows = next((name for name in _SHOW if name in given), None)
     name = (args.config_name or "config").removesuffix(".yaml")
     return CommandLine(overrides, problems, flags, shows, args.multirun, name, args.config_dir)
@@ -129,12 +133,6 @@ def unforced(words: Iterable[str]) -> list[str]:
     return [word.removeprefix("++") for word in words]
 
 
-def quoted(text: str) -> str:
-    """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
-
-
 def _spelled(words: list[str], schema: type) -> list[str]:
     """Return the words in Hydra's spelling.
 
@@ -144,13 +142,18 @@ def _spelled(words: list[str], schema: type) -> list[str]:
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
         if group in _HYDRAS_TEXTS or is_text(schema, re.sub(r"^data\.sources\.\w+\.", "data.", group)):
-            word = shown.as_text(word)
+            word = _as_text(word)
         if group in MAY_BE_NULL and choice == "null":
             later = any(other.lstrip("+").startswith(f"{group}=") for other in words[place + 1 :])
             said += [] if later else [f"~{group}"]
         else:
             said.append(f"{word[1:]}=none" if word.startswith("~") and word[1:] in _WITH_NONE else word)
     return said
+
+
+def _as_text(word: str) -> str:
+    """Return `key=value` with quotes around each item of which Hydra would make something else than text."""
+    return _ITEM.sub(lambda found: f'{found[1]}"{found[2]}"' if found[2] else found[0], word)
 
 
 def _no_flag(word: str, program: Program) -> Problem:
@@ -165,14 +168,9 @@ def _no_flag(word: str, program: Program) -> Problem:
 
 def values_of(overrides: list[Override], problems: list[Problem]) -> dict[str, Any]:
     """Return the values that words set. Adds to `problems` what is none."""
-    found: dict[str, Any] = {}
-    for override in overrides:
-        if override.is_delete() or override.is_sweep_override():
-            what = "a key of this program has a value" if override.is_delete() else "is several values"
-            problems.append(Problem(f"{override.input_line}: {what}", f"{override.key_or_group}=VALUE"))
-        else:
-            found[override.key_or_group] = override.value()
-    return found
+    wrong = [word for word in overrides if word.is_delete() or word.is_sweep_override()]
+    problems += [Problem(f"{word.input_line}: not a single value", f"{word.key_or_group}=VALUE") for word in wrong]
+    return {word.key_or_group: word.value() for word in overrides if word not in wrong}
 
 
 def settings(cls: type[T], given: Mapping[str, Any], problems: list[Problem]) -> T:
@@ -180,10 +178,7 @@ def settings(cls: type[T], given: Mapping[str, Any], problems: list[Problem]) ->
 
     A wrong key has its default too, after what is wrong with it was added to `problems`.
     """
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    problems += [Problem(*hints.unknown_key(key, names, names)) for key in given if key not in names]
-    known = {key: value for key, value in given.items() if key in names}
-    return parsing.build_with_defaults(cls, known, vars(cls()), problems)
+    return parsing.build_with_defaults(cls, dict(given), vars(cls()), problems)
 
 
 def list_keys(cls: type[Any]) -> str:

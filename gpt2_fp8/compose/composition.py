@@ -105,8 +105,8 @@ class Catalog:
         names = [name for name in self.get_group_options("") if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []
-        problem, self.config_name = Problem(*hints.unknown_choice("--config-name", self.config_name, names)), "config"
-        return [problem]
+        asked, self.config_name = self.config_name, "config"
+        return [Problem(*hints.unknown_choice("--config-name", asked, names))]
 
     def compose(self, words: list[str]) -> DictConfig:
         """Compose the whole configuration, Hydra's own node included. The same words soon after give the same object.
@@ -152,44 +152,34 @@ def _targets(node: Any, path: str) -> list[tuple[str, Any]]:
 
 def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Problem]:
     """Find what is wrong with an override, whatever it composes to. `multirun`: a sweep is asked for."""
-    key, word, value = override.key_or_group, str(override.input_line), override.value()
-    swept = override.is_sweep_override()
-    if swept and not multirun:
+    key, word, values = override.key_or_group, str(override.input_line), [override.value()]
+    if override.is_sweep_override() and not multirun:
         yield Problem(f"{word} is several values, and this is a single run", "-m runs each")
         return
-    values: list[Any] = [value]
-    if swept and override.is_discrete_sweep():
+    if override.is_sweep_override() and override.is_discrete_sweep():
         values = list(override.sweep_iterator())
         if not values:
             yield Problem(f"{word} matches nothing")
-    if override.is_hydra_override() or key.startswith("hydra/"):
-        yield from _check_hydra(override, values, catalog)
+    if override.is_hydra_override() and "_target_" in word:
+        yield Problem(f"{word}: what Hydra calls is not set by a word")
+    elif key.startswith("hydra/"):
+        options = catalog.get_group_options(key)
+        wrong = [value for value in values if value not in options]
+        yield from (Problem(*hints.unknown_choice(key, show(value), options)) for value in wrong)
     elif catalog.is_group(override):
         yield from _check_group(override, values, catalog)
-    elif override.is_delete():
-        yield Problem(f"{word}: every key has a value", f"leave it out, or set it: {key}=null where null is allowed")
+    elif override.is_delete() and not override.is_hydra_override():
+        yield Problem(f"{word}: every key has a value", f"{key}=null, where null is allowed")
     elif key in _CHOSEN_BY_GROUP:
-        choice = hints.KINDS.get(show(value), (show(value),))[0] if key == "data.kind" else show(value)
-        yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}={choice}")
-
-
-def _check_hydra(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
-    """Find what is wrong with a word for Hydra's own settings; what it sets, Hydra says."""
-    key, word = override.key_or_group, str(override.input_line)
-    if "_target_" in word:
-        yield Problem(f"{word}: what Hydra calls is not set by a word")
-    if "/" in key:
-        options = catalog.get_group_options(key)
-        yield from (
-            Problem(*hints.unknown_choice(key, show(value), options)) for value in values if value not in options
-        )
+        yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}=CHOICE")
 
 
 def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
     """Find what is wrong with a choice from a group."""
     group, word = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
-        yield Problem(*hints.unknown_group(group, catalog.groups))
+        near = hints.near(group, catalog.groups, 1) or catalog.groups
+        yield Problem(f"there is no group {group}", f"did you mean {hints.either(near)}?")
         return
     if override.package is not None and not (group == "data" and _SOURCE.fullmatch(override.package)):
         yield Problem(f"{word}: {group} has one place", f"{group}=CHOICE, without @{override.package}")
@@ -207,14 +197,17 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
                 yield Problem(*hints.unknown_choice(group, show(choice), [o for o in options if not o.startswith("_")]))
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
-    plain: dict[str, Any] = {}
+@contextmanager
+def resolving() -> Iterator[None]:
+    """Raise a UserError for a `${...}` that cannot be resolved."""
     try:
-        for key in map(str, cfg):
-            if key != "hydra":
-                value = cfg[key]
-                plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        yield
     except OmegaConfBaseException as error:
         raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
-    return plain
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
+    with resolving():
+        values = {str(key): cfg[key] for key in cfg if key != "hydra"}
+        return {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in values.items()}

@@ -6,7 +6,7 @@ A choice (`data=fineweb`) replaces a group by what a run would have; `group.key=
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
@@ -18,15 +18,23 @@ from gpt2_fp8.config import checks, hints, mixture, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import key_paths, show
-from gpt2_fp8.config.programs import EvaluateConfig, EvaluateRunConfig, check_evaluate
+from gpt2_fp8.config.programs import EvaluateConfig, check_evaluate
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
-PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
-_OF_TRAINING = ("precision.bf16_last_steps",)  # of the groups that an evaluation takes
 _OWN = [field.name for field in fields(EvaluateConfig)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRunConfig(RunConfig):
+    """All that the command line of `evaluate` knows: a run's keys and its own."""
+
+    evaluate: EvaluateConfig
+
+
+PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
 
 
 class Request(NamedTuple):
@@ -50,7 +58,7 @@ def read_words(argv: list[str]) -> Request:
     own = settings(EvaluateConfig, given, problems)
     problems += (found := check_evaluate(own))
     if any("ckpt_path" in problem.cause for problem in found):
-        raise UserError(dict.fromkeys(problems))
+        raise UserError(problems)
     return Request(own, [word for word in line.overrides if word.key_or_group not in _OWN], line.config_dir, problems)
 
 
@@ -62,8 +70,9 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     problems, plain = list(request.problems), copy.deepcopy(asdict(trained))
     with open_catalog() as catalog:
         problems += catalog.add_folders([request.config_dir] if request.config_dir else [])
-        values = _choose(request.words, catalog, plain, problems)
-        typed = set(values) | {word.key_or_group for word in request.words if catalog.is_group(word)}
+        choices = [word for word in request.words if catalog.is_group(word)]
+        _choose(choices, catalog, plain, problems)
+    values = values_of([word for word in request.words if word not in choices], problems)
     for key, value in values.items():
         if why := _why_no_key(key):
             problems.append(Problem(f"{key}={show(value)}: {why}"))
@@ -71,13 +80,12 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
             near = hints.either(hints.near(key, [*_OWN, *GROUPS, *KEYS]))
             problems.append(Problem(f"there is no key {key}", f"did you mean {near}?" if near else ""))
     config, found = parsing.build(RunConfig, plain)
-    problems += [finding.problem for finding in found]
+    problems += found
     if config is not None:
-        config = _for_evaluation(config, typed)
+        config = _for_evaluation(config, {*values, *(word.key_or_group for word in choices)})
         problems += _check(config, trained)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
-    assert config is not None
+    if problems or config is None:
+        raise UserError(problems)
     return config
 
 
@@ -89,44 +97,37 @@ def _why_no_key(key: str) -> str | None:
     if key not in known and not any(path.startswith(f"{key}.") for path in known):
         return None
     meant = key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]
-    return None if meant and key not in _OF_TRAINING else "this changes nothing of an evaluation"
+    return None if meant and key != "precision.bf16_last_steps" else "this changes nothing of an evaluation"
 
 
-def _choose(words: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Put the groups that words choose into `plain`; returns the values that the other words set."""
-    choices = [word for word in words if catalog.is_group(word)]
+def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> None:
+    """Put the groups that words choose into `plain`.
+
+    Of the trainer only the device is taken; text keeps the tokenizer that the model knows.
+    """
     taken = []
     for word in choices:
         group, line = word.key_or_group, str(word.input_line)
-        if word.is_delete() or word.is_sweep_override():
-            problems.append(Problem(f"{line}: one choice of a group is evaluated", f"{group}=CHOICE"))
-        elif group not in GROUPS:
-            why = _why_no_key(group) or "an evaluation takes data, precision, recipe and trainer"
+        if group not in GROUPS:
+            why = _why_no_key(group) or f"an evaluation takes {hints.either(GROUPS)}"
             problems.append(Problem(f"{line}: {why}"))
-        elif str(word.value()) not in (options := catalog.get_group_options(group)):
-            problems.append(Problem(*hints.unknown_choice(group, str(word.value()), options)))
+        elif found := list(composition.check_override(word, catalog, multirun=False)):
+            problems += found
         elif line == "trainer=ddp":
             problems.append(Problem(f"{line}: an evaluation is of one device"))
         else:
             taken.append(word)
-    if taken:  # what the checkpoint itself holds, which may be a stranger's, is never resolved
-        cfg = catalog.compose([*(str(word.input_line) for word in taken), f"seed={plain['seed']}"])
-        composed = composition.resolved(cfg)
-        for group in {word.key_or_group for word in taken}:
-            _replace(plain, group, composed[group])
-    return values_of([word for word in words if word not in choices], problems)
-
-
-def _replace(plain: dict[str, Any], group: str, composed: dict[str, Any]) -> None:
-    """Replace a group. Of the trainer only the device is taken; text keeps the tokenizer that the model knows."""
-    if group == "trainer":
-        plain["trainer"]["accelerator"] = composed["accelerator"]
+    if not taken:  # what the checkpoint itself holds, which may be a stranger's, is never resolved
         return
-    before, plain[group] = plain[group], composed
-    if group == "data":
-        source = next(iter(before["sources"].values())) if "sources" in before else before
-        for one in composed["sources"].values() if "sources" in composed else [composed]:
-            one["tokenizer"] = source["tokenizer"]
+    cfg = catalog.compose([*(str(word.input_line) for word in taken), f"seed={plain['seed']}"])
+    composed, before = composition.resolved(cfg), plain["data"]
+    for group in {word.key_or_group for word in taken} - {"trainer"}:
+        plain[group] = composed[group]
+    if any(word.key_or_group == "trainer" for word in taken):
+        plain["trainer"]["accelerator"] = composed["trainer"]["accelerator"]
+    tokenizer = next(iter(before.get("sources", {"": before}).values()))["tokenizer"]
+    for source in plain["data"].get("sources", {"": plain["data"]}).values() if plain["data"] is not before else ():
+        source["tokenizer"] = tokenizer
 
 
 def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
@@ -142,13 +143,11 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
 
 
 def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
-    """Return the configuration that a checkpoint holds, with what was typed on it, as one that only validates.
+    """Return a configuration as one that only validates, on one device. `typed`: what the command line sets.
 
-    `typed`: the groups and keys of the command line.
-
-    It is of one device, and text to validate on is enough. Whatever it would save, log, call or begin from is left out;
-    so is code that the checkpoint names, which only the command line may, and the graphs of a step's micro-batches,
-    which not every precision has. It evaluates in FP8 if words have named how: a precision, its layers, a recipe.
+    Whatever it would save, log, call or begin from is left out; so is code that the checkpoint names, which only the
+    command line may, and the graphs of a step's micro-batches, which not every precision has. It evaluates in FP8 if
+    words have named how: a precision, its layers, a recipe.
     """
     trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
     whole, size, precision = config.global_batch_size, config.micro_batch_size, config.precision
@@ -168,12 +167,12 @@ def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
     """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
     named = mixture.sources_of(config.data)
     sources = [_validated_on(source) for _, source in named]
-    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
     unsaid = {"model.vocab_size"}
     for (name, source), looked in zip(named, sources, strict=True):
         if looked is not source:  # what is wrong with these files is said of val_files
             unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
-    found = [finding.problem for finding in checks.check(looked_at) if not unsaid & set(finding.keys)]
+    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
+    found = [problem for problem in checks.check(looked_at) if not unsaid & set(problem.keys)]
     if config.micro_batch_size == "auto":
         found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))
     if not named or config.data.val_sequences == 0:

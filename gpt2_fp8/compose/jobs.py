@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import composition, folders, launchers, sweeps
+from gpt2_fp8.compose import composition, sweeps
 from gpt2_fp8.compose.commandline import CommandLine, parse, parsed
 from gpt2_fp8.compose.composition import Catalog
-from gpt2_fp8.config import checks, parsing, run_length
-from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.keys import key_paths, show, value_of
+from gpt2_fp8.config import checks, disk, parsing, run_length
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import key_paths, problem, show, value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.ranks import Ranks
@@ -29,7 +31,6 @@ class Purpose(NamedTuple):
     """What a configuration is wanted for, where that is not a run that begins here."""
 
     restarted: bool | None = None  # whether its folder may hold what it has saved before; None: its launcher knows
-    drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
     begins: bool = False  # the run, or the sweep, begins here, so that the programs that it calls must be here
     name: str | None = None  # for a run, or a sweep, whose own name would be the time
     shown: bool = False  # it is only shown: its paths may be another machine's
@@ -70,7 +71,7 @@ class Request:
                 self.refused.add(override.key_or_group)
             problems += found
 
-    def compose(self, words: Sequence[Override]) -> DictConfig:
+    def compose(self, words: Iterable[Override]) -> DictConfig:
         """Compose words of the request, or of a job of it. Raises UserError."""
         return self.catalog.compose([self.catalog.as_hydra_takes(word) for word in words])
 
@@ -79,56 +80,46 @@ class Request:
         try:
             whole = self._whole()
             self.multirun = self.multirun or str(whole.hydra.mode).endswith("MULTIRUN")
-            if purpose.name is not None and self._is_named_by_time(whole):
+            given = any(word.key_or_group == "run_name" for word in self.words)
+            sent = sweeps.is_slurm(whole)  # at each turn again, into another folder
+            if purpose.name and not given and not sent and _is_named_by_time(whole, self.multirun):
                 self.words.append(parsed(f"run_name={purpose.name}"))
                 whole = self._whole()
-            checked = self._check_jobs(whole, problems, purpose)
+            jobs = self._jobs(whole, problems)
         except UserError as error:  # what all jobs have in common does not compose
             problems += error.problems
             return []
+        above = _folder(whole, "hydra.sweep.dir")  # first, so that `now` says the same for all jobs
+        checked = [_Job(self, words, number, whole, purpose).check(problems) for number, words in jobs]
+        problems += _check_folders(above, [job for job in checked if job.folder]) if self.multirun else ()
         done = [Planned(job.config, job.folder) for job in checked if job.config is not None]
-        problems += launchers.check_slurm(whole, [job.config for job in done], self.multirun)
-        problems += launchers.check_programs(whole, self.multirun) if purpose.begins else ()
+        problems += sweeps.check_slurm(whole, [job.config for job in done], self.multirun, purpose.begins)
         return done
 
-    def _check_jobs(self, whole: DictConfig, problems: list[Problem], purpose: Purpose) -> list[_Job]:
+    def _jobs(self, whole: DictConfig, problems: list[Problem]) -> list[tuple[int | None, list[Override]]]:
+        """Return each job's number and words; a single run has no number."""
         if not self.multirun:
-            return [_Job(self, self.words, None, whole, purpose).check(problems)]
-        if inside := list(launchers.check_ranks()):
+            return [(None, self.words)]
+        if inside := sweeps.check_ranks():
             problems += inside
             return []
-        own = [word for word in self.words if word.is_hydra_override() or word.key_or_group.startswith("hydra/")]
-        self._take_params(whole, problems)
-        task = [word for word in self.words if word not in own]
-        jobs = list(enumerate(sweeps.expand(task, whole.hydra.sweeper)))
-        above = folders.of_sweep(whole)  # first, so that `now` says the same for all jobs
-        checked = [_Job(self, [*own, *words], number, whole, purpose).check(problems) for number, words in jobs]
-        places = [(job.folder, str(job.above), job.words) for job in checked if job.folder]
-        again = any(job.config is not None and job.config.ckpt_path in ("last", "best") for job in checked)
-        problems += folders.check_jobs(above, places, again)
-        return checked
-
-    def _whole(self) -> DictConfig:
-        """Compose what holds for all jobs: the words without those that are swept over."""
-        swept = {word.key_or_group for word in self.words if word.is_sweep_override()}
-        if "optim" in swept:  # a model of the user's own may have no file of that name in `optim`
-            swept.add("model")
-        return self.compose([word for word in self.words if word.key_or_group not in swept])
-
-    def _is_named_by_time(self, whole: DictConfig) -> bool:
-        """Return whether what is written has a folder by its name, and a name by the time, which no word sets."""
-        given = any(word.key_or_group == "run_name" for word in self.words)
-        sent = launchers.is_slurm(whole)  # each turn would send the jobs again
-        return not given and not sent and folders.is_named_by_time(whole, self.multirun)
-
-    def _take_params(self, whole: DictConfig, problems: list[Problem]) -> None:
-        """Take the sweep of a file (`hydra.sweeper.params`) as if it were typed in front of the other words."""
+        # the sweep of a file, as if it were typed in front of the other words
         params = whole.hydra.sweeper.get("params") or {}
         typed, self.words = self.words, []
         overrides, found = parse([f"{key}={value}" for key, value in params.items()])
         problems += found
         self._take(overrides, problems)
         self.words += typed
+        own = [word for word in self.words if word.is_hydra_override() or word.key_or_group.startswith("hydra/")]
+        task = [word for word in self.words if word not in own]
+        return [(number, [*own, *words]) for number, words in enumerate(sweeps.expand(task, whole.hydra.sweeper))]
+
+    def _whole(self) -> DictConfig:
+        """Compose what holds for all jobs: the words without those that are swept over."""
+        swept = {word.key_or_group for word in self.words if word.is_sweep_override()}
+        if "optim" in swept:  # a model of the user's own may have no file of that name in `optim`
+            swept.add("model")
+        return self.compose(word for word in self.words if word.key_or_group not in swept)
 
 
 def _is_multirun(override: Override) -> bool:
@@ -152,35 +143,28 @@ class _Job:
         try:
             config, found = self._checked()
         except UserError as error:
-            problems += error.problems
-            return self
-        problems += [finding.problem for finding in found]
+            config, found = None, error.problems
+        problems += found
         self.config = None if found else config
         return self
 
-    def _checked(self) -> tuple[RunConfig | None, list[Finding]]:
-        cfg, config, found = self._built(self.words)
-        wrong = {key for finding in found for key in finding.keys}
+    def _checked(self) -> tuple[RunConfig | None, list[Problem]]:
+        cfg, config, found = self._build(self.words)
+        wrong = {key for problem in found for key in problem.keys}
         if config is None:  # check the other keys against each other, with these as in the files
-            cfg, config, _ = self._built([word for word in self.words if word.key_or_group not in wrong])
+            cfg, config, _ = self._build([word for word in self.words if word.key_or_group not in wrong])
         if config is None:
             return None, found
-        config = config if self.purpose.drawn else run_length.fit_schedule(config, self.typed)
+        config = run_length.fit_schedule(config, self.typed)
         across = list(check_processes(config, ranks.current(), self.typed, self.number is None))
         config = fit_processes(config, ranks.current(), self.typed)
         across += checks.check(config, but_paths=self.purpose.shown)
-        if self.purpose.drawn:
-            allowed = list(run_length.misfits(config))
-            across = [finding for finding in across if finding not in allowed]
-        if not self.purpose.shown:
-            across += self._around(cfg, config, {key for finding in across for key in finding.keys})
-        if not self.request.refused and not wrong:
-            return config, across
-        alone = key_paths(RunConfig)  # a key that some choices alone have may be the refused one's
-        found = [f for f in found if not (alone.get(f.keys[0]) and self._may_be_refused(f.keys[0]))]
-        return config, [*found, *(finding for finding in across if not self._follows(finding, wrong))]
+        if not (self.purpose.shown or any("run_name" in problem.keys for problem in across)):
+            across += self._check_place(cfg, config)
+        across = [problem for problem in across if not wrong & set(problem.keys)]
+        return config, [problem for problem in (*found, *across) if not self._may_follow(problem)]
 
-    def _built(self, words: Sequence[Override]) -> tuple[DictConfig, RunConfig | None, list[Finding]]:
+    def _build(self, words: Sequence[Override]) -> tuple[DictConfig, RunConfig | None, list[Problem]]:
         cfg = self.request.compose(words)
         if self.number is not None:
             cfg = copy.deepcopy(cfg)
@@ -188,38 +172,73 @@ class _Job:
         if "${hydra:" in str(cfg):
             HydraConfig.instance().set_config(cfg)
         config, found = parsing.build(RunConfig, composition.resolved(cfg))
-        typed = [finding for finding in found if self.typed & set(finding.keys)]
-        follow = [finding for finding in found if typed and _value(cfg, finding.keys[0]).startswith("${")]
-        return cfg, config, [finding for finding in found if finding in typed or finding not in follow]
+        if any(self.typed & set(problem.keys) for problem in found):  # then it is said of the key that was typed
+            plain = OmegaConf.to_container(cfg, resolve=False)
+            follow = [key for p in found for key in p.keys if str(value_of(plain, key)).startswith("${")]
+            found = [p for p in found if self.typed & set(p.keys) or not set(follow) & set(p.keys)]
+        return cfg, config, found
 
-    def _around(self, cfg: DictConfig, config: RunConfig, wrong: set[str]) -> list[Finding]:
-        """Find what is wrong with the place of the job: its folder, and the other jobs."""
-        if "run_name" in wrong:
-            return []
-        restarted = False if launchers.is_slurm(cfg) else self.purpose.restarted  # its jobs begin afresh
-        try:
-            self.folder, self.above = folders.of_job(cfg, self.number)
-        except UserError as error:
-            return [Finding(("hydra.run.dir",), problem) for problem in error.problems]
-        named = "run_name" in self.typed or not folders.is_named_by_time(cfg, self.number is not None)
-        found = list(folders.check(self.folder, config, self.number is not None, named, restarted))
-        if self.number is not None and launchers.is_joblib(cfg.hydra):
-            found += launchers.check_joblib(config)
-        return found
+    def _check_place(self, cfg: DictConfig, config: RunConfig) -> Iterator[Problem]:
+        """Find what is wrong with the place of the job: its folder, and whether it can run beside others."""
+        sweep = self.number is not None
+        with composition.resolving():
+            self.above = str(OmegaConf.select(cfg, "hydra.sweep.dir" if sweep else "hydra.run.dir"))
+            below = str(OmegaConf.select(cfg, "hydra.sweep.subdir")) if sweep else ""
+        self.folder = str(Path(self.above, below)) if self.above and sweep else self.above
+        resumes = config.ckpt_path in ("last", "best")
+        if resumes and "run_name" not in self.typed and _is_named_by_time(cfg, sweep):
+            cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"
+            yield Problem(cause, "add the run_name=NAME of the run to continue", ("ckpt_path", "run_name"))
+        again = self.purpose.restarted
+        if sweeps.is_slurm(cfg):  # its jobs begin afresh
+            again = False
+        elif again is None:
+            again = ranks.current().restarts + ranks.turns_before() > 0
+        if wrong := disk.check_folder(self.folder, "hydra.sweep.dir" if sweep else "hydra.run.dir"):
+            yield from wrong
+        elif config.ckpt_path is None and not again:
+            yield from disk.check_untaken(Path(self.folder))
+        if sweep and sweeps.is_joblib(cfg.hydra):
+            yield from sweeps.check_joblib(config)
 
-    def _may_be_refused(self, key: str) -> bool:
-        """Return whether a choice that was refused may have set a key."""
-        return bool(self.request.refused & {*_WIDE, key.partition(".")[0]})
-
-    def _follows(self, finding: Finding, wrong: set[str]) -> bool:
-        """Return whether a finding may only follow from a wrong value, or from a choice that was refused."""
-        doubted = (key not in self.typed and self._may_be_refused(key) for key in finding.keys)
-        return bool(wrong & set(finding.keys)) or any(doubted)
+    def _may_follow(self, problem: Problem) -> bool:
+        """Return whether a problem may only follow from a choice that was refused, which would set its keys."""
+        doubted = [key for key in problem.keys if self.request.refused & {*_WIDE, key.partition(".")[0]}]
+        return any(key not in self.typed or key_paths(RunConfig).get(key) for key in doubted)
 
 
-def _value(cfg: DictConfig, key: str) -> str:
-    """Return the value of a key as it is written."""
-    return str(value_of(OmegaConf.to_container(cfg, resolve=False), key))
+# ---- the folders of jobs ---------------------------------------------------------------------------------------------
+
+
+def _is_named_by_time(cfg: DictConfig, in_sweep: bool) -> bool:
+    """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time."""
+    folders: Any = OmegaConf.to_container(cfg.hydra.sweep if in_sweep else cfg.hydra.run, resolve=False)
+    name: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, "run_name"), resolve=False)
+    return "${run_name}" in str(folders["dir"]) and "${now:" in str(name["run_name"])
+
+
+def _folder(cfg: DictConfig, key: str) -> str | None:
+    """Return a folder; None if what it is made of is not there, as in what holds for all jobs of a sweep."""
+    try:
+        return str(OmegaConf.select(cfg, key))
+    except OmegaConfBaseException:
+        return None
+
+
+def _check_folders(own: str | None, jobs: Sequence[_Job]) -> Iterator[Problem]:
+    """Find jobs that would write outside of `own`, the sweep's folder, or into a folder of another job."""
+    place = None if own is None else os.path.realpath(own)
+    stray = next((job.above for job in jobs if job.above and os.path.realpath(job.above) != place), None)
+    if stray is not None:
+        cause = f"a sweep has one folder, for all jobs and their table, and a job would be in {show(stray)}"
+        yield Problem(f"hydra.sweep.dir: {cause}", "what tells jobs apart can be in hydra.sweep.subdir")
+    taken: set[str] = set()
+    for real in sorted(os.path.realpath(job.folder or "") for job in jobs):  # a folder after the one that it is in
+        if real in taken or taken & set(map(str, Path(real).parents)):
+            cause = f"hydra.sweep.subdir: two jobs would write into {os.path.relpath(real)}"
+            yield Problem(cause, "put ${hydra:job.num} into it")
+            return
+        taken.add(real)
 
 
 # ---- the number of processes of a job: a launcher's, where one has started them --------------------------------------
@@ -244,7 +263,7 @@ def continue_from(config: RunConfig, folder: Path) -> RunConfig:
     return replace(config, ckpt_path="last", init_from=None) if saved else config
 
 
-def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alone: bool = True) -> Iterator[Finding]:
+def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alone: bool = True) -> Iterator[Problem]:
     """Find numbers of processes that the launcher has not started, and nodes without a launcher.
 
     `config` is as it was composed. A run that is not `alone` is a job of a sweep, whose launcher may start nodes.
@@ -252,13 +271,9 @@ def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alon
     options = config.trainer
     if place.launcher is None:
         if alone and options.num_nodes > 1:
-            cause = f"trainer.num_nodes={options.num_nodes}, and nothing has started processes on other nodes"
-            yield Finding.of("trainer.num_nodes", cause, "torchrun or srun, on every node")
+            reason = "nothing has started processes on other nodes"
+            yield problem(config, "trainer.num_nodes", reason, "torchrun or srun, on every node")
         return
-    for key, asked, started in (
-        ("trainer.devices", options.devices, place.local_world_size),
-        ("trainer.num_nodes", options.num_nodes, place.nodes),
-    ):
-        if key in typed and asked not in (started, "auto"):
-            cause = f"{key}={show(asked)}, and {place.launcher} has started {started}"
-            yield Finding.of(key, cause, f"leave {key} out: the number is the launcher's")
+    for key, started in (("devices", place.local_world_size), ("num_nodes", place.nodes)):
+        if f"trainer.{key}" in typed and getattr(options, key) not in (started, "auto"):
+            yield problem(config, f"trainer.{key}", f"{place.launcher} has started {started}, so leave it out")

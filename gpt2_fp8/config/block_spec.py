@@ -180,6 +180,11 @@ def why_not(spec: BlockSpec, layers: str, offers: Set[Option]) -> str | None:
     return f"{layers} have no {', no '.join(option.removeprefix('a ') for option in missing)}"
 
 
+def cudnn_takes(size: int) -> bool:
+    """Return whether cuDNN's fused attention can train with heads of a size. Other heads have slower kernels."""
+    return size % 8 == 0 and size <= 256  # on Hopper (TE fused_attn.cpp; other GPUs: up to 128)
+
+
 def gpt2_heads(n_head: int, n_embd: int) -> Heads:
     """Describe GPT-2's attention: heads that share `n_embd` in equal parts. Raises ValueError if they cannot."""
     if n_head < 1 or n_embd % n_head:

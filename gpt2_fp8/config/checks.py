@@ -12,19 +12,23 @@ from pathlib import Path
 
 from gpt2_fp8.config import (
     backend_support,
+    block_spec,
     hf_config,
     kept_layers,
     mixture,
-    model_checks,
     paths,
     run_length,
     tokenizer_file,
 )
 from gpt2_fp8.config.data_schema import HubData, MixtureData
-from gpt2_fp8.config.errors import Finding, UserError
-from gpt2_fp8.config.keys import finding, value_of
-from gpt2_fp8.config.model_checks import products, width_multiple
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import problem, value_of
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+
+FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
+_MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and columns (TE mxfp8_tensor.py)
+_SHAPE = ["n_embd", "n_head", "n_kv_head", "head_size"]
+_ROPE = ["rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"]
 
 _NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule
 _LONGEST_PROJECT = 128  # likewise
@@ -37,17 +41,15 @@ def vocabulary(config: RunConfig) -> int:
     return config.model.vocab_size or tokenizer_file.number_of_ids(config.data.tokenizer)
 
 
-def check(config: RunConfig, but_paths: bool = False) -> list[Finding]:
+def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
     """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing.
 
     `but_paths`: it may be for another machine.
     """
     if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
         return list(mixture.check(config))
-    found = [*_names(config), *([] if but_paths else paths.check(config))]
-    for across in _ACROSS:
-        found += across(config)
-    return found
+    found = [] if but_paths else paths.check(config)
+    return [*found, *(problem for across in _ACROSS for problem in across(config))]
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
@@ -56,34 +58,33 @@ def check_batch(config: RunConfig, world_size: int) -> None:
     `world_size` is known late if `trainer.devices=auto`.
     """
     if found := list(_batch(config, world_size)):
-        raise UserError(finding.problem for finding in found)
+        raise UserError(found)
 
 
-def _names(config: RunConfig) -> Iterator[Finding]:
-    yield from kept_layers.check(config)
+def _names(config: RunConfig) -> Iterator[Problem]:
     for name, source in mixture.sources_of(config.data):
         for found in _names_of_source(replace(config, data=source)):
-            yield mixture.found_in(found, name)
+            yield mixture.as_named(found, name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
-            yield Finding.of("plugins", f"plugins: there is no module {name}")
+            yield Problem(f"plugins: there is no module {name}", keys=("plugins",))
     for key in () if config.plugins else ("callbacks.extra", "logger.extra", "optimizer.factory", "recipe.factory"):
         if value_of(config, key):
-            yield finding(config, key, "is registered by no plugin")
+            yield problem(config, key, "is registered by no plugin")
 
 
-def _names_of_source(config: RunConfig) -> Iterator[Finding]:
+def _names_of_source(config: RunConfig) -> Iterator[Problem]:
     if not config.plugins and value_of(config, "data.source"):
-        yield finding(config, "data.source", "is registered by no plugin")
+        yield problem(config, "data.source", "is registered by no plugin")
     for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
         if value_of(config, key) == "":
-            yield finding(config, key, "is empty")
+            yield problem(config, key, "is empty")
     if isinstance(config.data, HubData) and not config.data.train_files:
-        yield finding(config, "data.train_files", "names no file")
+        yield problem(config, "data.train_files", "names no file")
 
 
-def _vocabulary(config: RunConfig) -> Iterator[Finding]:
+def _vocabulary(config: RunConfig) -> Iterator[Problem]:
     """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
     tokens, vocab_size = None, config.model.vocab_size
     with suppress(UserError):  # `paths` says it
@@ -91,91 +92,111 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     if config.init_from and hf_config.is_folder(config.init_from):
         yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
     elif vocab_size is not None and tokens is not None and vocab_size < tokens:
-        yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens")
+        yield problem(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens")
 
 
-def _without_effect(config: RunConfig) -> Iterator[Finding]:
+def _without_effect(config: RunConfig) -> Iterator[Problem]:
     """Find keys of the schedule and of the trainer that do nothing beside others."""
     optim, trainer = config.optim, config.trainer
     if optim.schedule == "constant" and optim.min_lr_ratio != 1:
         reason = "the rate stays at the peak after the warm-up"
-        yield finding(config, "optim.schedule optim.min_lr_ratio", reason, "optim.min_lr_ratio=1")
+        yield problem(config, "optim.schedule optim.min_lr_ratio", reason, "optim.min_lr_ratio=1")
     if optim.decay_steps is not None and optim.schedule != "warmup_stable_decay":
-        yield finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none")
+        yield problem(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none")
     if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"
-        yield finding(config, "trainer.fast_dev_run ckpt_path", reason)
+        yield problem(config, "trainer.fast_dev_run ckpt_path", reason)
 
 
-def _known_batch(config: RunConfig) -> Iterator[Finding]:
+def _known_batch(config: RunConfig) -> Iterator[Problem]:
     devices = 1 if config.trainer.devices == "auto" else config.trainer.devices  # auto: at least; see check_batch
     yield from _batch(config, devices * config.trainer.num_nodes)
 
 
-def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
+def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     whole = config.global_batch_size
     micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     if whole % (micro * world_size):
         over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
         keys = "global_batch_size micro_batch_size" + (" trainer.devices trainer.num_nodes" if world_size > 1 else "")
-        yield finding(config, keys, f"a step of {whole} sequences does not divide into forward passes of {over}")
+        yield problem(config, keys, f"a step of {whole} sequences does not divide into forward passes of {over}")
 
 
-def _widths(config: RunConfig) -> Iterator[Finding]:
-    """Check the format, and the tokens of one sequence, which may be a forward pass by itself.
+def _shape(config: RunConfig) -> Iterator[Problem]:
+    """Find keys of the model that do not fit each other, and widths that FP8 cannot multiply."""
+    model, unused = config.model, [key for key in _ROPE if getattr(config.model, key) is not None]
+    missing = [key for key in _ROPE[1:] if getattr(model, key) is None]
+    if model.positions != "rope" and unused:
+        reason = f"model.positions={model.positions} has no rotations"
+        yield problem(model, " ".join(unused), reason, prefix="model.")
+    elif {*unused} & {*_ROPE[2:]} and missing:
+        needed = " and ".join(f"model.{key}" for key in missing)
+        yield problem(model, " ".join(unused), f"Llama 3's scaling also needs {needed}", prefix="model.")
+    try:
+        block = block_spec.block_spec(model)
+    except ValueError as error:
+        keys = [key for key in (*_SHAPE, *_ROPE[2:]) if getattr(model, key) is not None]
+        yield problem(model, " ".join([*keys, "positions"]), str(error), prefix="model.")
+        return
+    if not isinstance(config.precision, FP8PrecisionConfig):
+        return
+    multiple = _MULTIPLES.get(config.recipe.name, FP8_MULTIPLE)
+    sizes = {"n_embd": block.n_embd, "n_head": block.heads.queries, "n_kv_head": 2 * block.heads.keys}
+    sizes = sizes if block.n_embd % multiple == 0 else {"n_embd": block.n_embd}
+    # a sequence may be a forward pass by itself: a sample, or the last of a validation
+    for key, size in (sizes | {"mlp_width": block.mlp.width, "n_positions": model.n_positions}).items():
+        if size % multiple:
+            reason = (
+                f"FP8 matrix products (recipe={config.recipe.name}) need a multiple of {multiple}, and this is {size}"
+            )
+            yield problem(model, key, reason, prefix="model.")
 
-    A sample is one, and so are the last sequences of a validation.
-    """
+
+def _format(config: RunConfig) -> Iterator[Problem]:
     if config.precision.name == "fp8_e5m2":
         reason = (
             "a forward product would be E5M2 x E5M2, which the FP8 matrix units' library (cuBLASLt) does not offer and "
             "Transformer Engine refuses; two bits of mantissa are too few for activations and weights"
         )
-        yield Finding.of("precision", f"precision=fp8_e5m2: {reason}", "precision=fp8_hybrid")
-    multiple = width_multiple(config)
-    if config.model.n_positions % multiple:
-        reason = f"{products(config)} need sequences of a multiple of {multiple} tokens"
-        yield finding(config, "model.n_positions", reason)
+        yield Problem(f"precision=fp8_e5m2: {reason}", "precision=fp8_hybrid", ("precision",))
 
 
-def check_logger(config: RunConfig) -> Iterator[Finding]:
+def check_logger(config: RunConfig) -> Iterator[Problem]:
     """Find what is wrong with `logger`. Libraries are looked for, not imported."""
     logger = config.logger
     if logger.histograms_every_n_steps and not (logger.tensorboard or logger.wandb):
-        yield finding(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
+        yield problem(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
     if logger.wandb is not None:
         yield from _missing("wandb", ["wandb"])
-        for key in ("project", "entity", "group"):
-            value = getattr(logger.wandb, key)
-            if value is not None and not value.strip():
-                yield finding(config, f"logger.wandb.{key}", "is empty")
         project = logger.wandb.project
-        if _NOT_IN_A_PROJECT.search(project) or len(project) > _LONGEST_PROJECT:
+        if not project.strip() or _NOT_IN_A_PROJECT.search(project) or len(project) > _LONGEST_PROJECT:
             reason = f"W&B's names of projects have up to {_LONGEST_PROJECT} characters, and none of / \\ # ? % :"
-            yield finding(config, "logger.wandb.project", reason)
+            yield problem(config, "logger.wandb.project", reason)
     if logger.mlflow is not None:
         uri = logger.mlflow.tracking_uri
         yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
         if not logger.mlflow.experiment.strip():
-            yield finding(config, "logger.mlflow.experiment", "is empty")
+            yield problem(config, "logger.mlflow.experiment", "is empty")
         if uri is not None and not uri.startswith(_STORES):
-            yield finding(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows")
+            yield problem(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows")
 
 
-def _missing(name: str, libraries: list[str]) -> Iterator[Finding]:
+def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
     if absent := [library for library in libraries if find_spec(library) is None]:
         cause = f"logger={name}: the library {absent[0]}, which it needs, is not installed"
-        yield Finding.of(f"logger.{name}", cause, f'pip install -e ".[{name}]"')
+        yield Problem(cause, f'pip install -e ".[{name}]"', (f"logger.{name}",))
 
 
-_ACROSS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
+_ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _names,
+    kept_layers.check,
     mixture.check,
-    model_checks.check,
+    _format,
+    _shape,
     _vocabulary,
     run_length.check,
     _without_effect,
     _known_batch,
-    _widths,
     backend_support.check,
     mixture.check_borders,
     check_logger,

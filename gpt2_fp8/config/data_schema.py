@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2_fp8.config.ranges import Part, Scored, Seed, Workers
+from gpt2_fp8.config.keys import Part, Scored, Seed, Workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,10 @@ import glob
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
 
@@ -21,11 +20,6 @@ def find(pattern: str) -> list[Path]:
     """
     path = Path(pattern).expanduser()
     return [path] if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
-
-
-def real_path(path: str | Path) -> str:
-    """Return the one path of a file that has several: absolute, and without links."""
-    return os.path.realpath(path)
 
 
 def why_unreadable(path: Path) -> str | None:
@@ -50,41 +44,25 @@ def read_text(key: str, file: str, problems: list[Problem]) -> str:
     return ""
 
 
-def json_lines(text: str) -> Iterator[tuple[int, str]]:
-    r"""Return the lines that are not blank, with their numbers, as training reads JSON lines.
-
-    They end in "\n" alone: a text in JSON may have other characters that end a line. Joined files have byte order marks
-    at inner lines too, which are left out.
-    """
-    for number, raw in enumerate(text.split("\n"), 1):
-        if (line := raw.removeprefix("\ufeff")).strip():
-            yield number, line
-
-
-def check_folder(path: str | Path, setting: str) -> list[Finding]:
+def check_folder(path: str | Path, setting: str) -> list[Problem]:
     """Check that the folder of the key `setting` can be written, or made with its parents. Nothing made stays."""
-    reason = _why_no_folder(str(path))
-    return [Finding.of(setting, f"{setting}={show(str(path))}: {reason}")] if reason else []
-
-
-def _why_no_folder(path: str) -> str | None:
-    if not path.strip() or not path.isprintable():
-        return "is no path"
+    text = str(path)
+    reason = None if text.strip() and text.isprintable() else "is no path"
     try:
-        folder = Path(path).expanduser().absolute()
+        folder = Path(text).expanduser().absolute()
         existing = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
         # os.access is wrong on network filesystems, and does not see that there is no byte or inode left
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0" * 4096)
-    except OSError as error:  # also a name that is too long
-        return f"cannot be written: {error.strerror or error}"
-    return None
+    except (OSError, ValueError) as error:  # also a name that is too long, or has a NUL
+        reason = reason or f"cannot be written: {getattr(error, 'strerror', None) or error}"
+    return [Problem(f"{setting}={show(text)}: {reason}", keys=(setting,))] if reason else []
 
 
-def check_untaken(folder: Path) -> list[Finding]:
+def check_untaken(folder: Path) -> list[Problem]:
     """Check that a fresh run may have a folder: its checkpoints would replace those of another run."""
     saved = sorted(path.parent.name for path in folder.glob("checkpoints/*/manifest.json"))
     if not saved:
         return []
     remedy = "ckpt_path=last continues it; another run_name starts a new one"
-    return [Finding.of("run_name", f"{folder} already holds a run, saved up to {saved[-1]}", remedy)]
+    return [Problem(f"{folder} already holds a run, saved up to {saved[-1]}", remedy, ("run_name",))]

@@ -12,28 +12,17 @@ from gpt2_fp8.config.shown import line
 
 
 class Problem(NamedTuple):
-    """One thing wrong with what the user asked for: what, and perhaps in a second line what to type."""
-
-    cause: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"error: {self.cause}" + (f"\n  fix: {self.remedy}" if self.remedy else "")
-
-
-class Finding(NamedTuple):
-    """A problem and the keys that it is about.
+    """One thing wrong with what the user asked for: what, perhaps in a second line what to type, and the keys of it.
 
     A problem that only follows from another one is found by its keys, and left unsaid.
     """
 
-    keys: tuple[str, ...]
-    problem: Problem
+    cause: str
+    remedy: str = ""
+    keys: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, key: str, cause: str, remedy: str = "") -> Finding:
-        """Return a Finding about a single key."""
-        return cls((key,), Problem(cause, remedy))
+    def __str__(self) -> str:
+        return f"error: {self.cause}" + (f"\n  fix: {self.remedy}" if self.remedy else "")
 
 
 class RunError(Exception):
@@ -65,17 +54,14 @@ class RunError(Exception):
 
 
 class UserError(RunError):
-    """Bad input, with every problem that was found, so that all are shown at once.
-
-    Causes and remedies may quote a file or a value from a stranger. So control characters are escaped, and long texts
-    are cut.
-    """
+    """Bad input, with every problem that was found, each once. Texts from a stranger are shown as `shown.line` does."""
 
     exit_code = 2
     status = "refused"
 
     def __init__(self, problems: Iterable[Problem]):
-        self.problems = [Problem(line(cause), line(remedy)) for cause, remedy in problems]
+        each = (problem._replace(cause=line(problem.cause), remedy=line(problem.remedy)) for problem in problems)
+        self.problems = list(dict.fromkeys(each))
         assert self.problems, "a UserError names at least one problem"
         super().__init__("\n".join(map(str, self.problems)))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, ROPE_BASE, BlockSpec, Option, RoPE, block_spec
-from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import ModelConfig
 
@@ -74,39 +75,32 @@ def misfits(spec: BlockSpec, architecture: Architecture) -> list[str]:
 
 def to_hf(model: ModelConfig, architecture: Architecture, vocab_size: int, separator: int | None) -> dict[str, Any]:
     """Return the `config.json` of a model whose block an architecture has. `separator`: the id that ends a document."""
-    spec = block_spec(model)
+    spec, rope = block_spec(model), None
     shared = {
-        "architectures": [architecture.name],
-        "model_type": architecture.model_type,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": spec.tied,
-        "bos_token_id": separator,
-        "eos_token_id": separator,
+        "architectures": [architecture.name], "model_type": architecture.model_type, "vocab_size": vocab_size,
+        "tie_word_embeddings": spec.tied, "bos_token_id": separator, "eos_token_id": separator,
         "torch_dtype": "float32",
-    }
+    }  # fmt: skip
     if architecture is GPT2:
-        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), spec.dropout)
-        sizes = {"n_layer": model.n_layer, "n_head": spec.heads.n_head, "n_embd": spec.n_embd}
-        sizes |= {"n_positions": model.n_positions, "n_inner": spec.mlp.width}
-        numerics = {"activation_function": "gelu_new", "layer_norm_epsilon": spec.norm.epsilon}
-        return shared | sizes | dropouts | numerics
+        return shared | {
+            "n_layer": model.n_layer, "n_head": spec.heads.n_head, "n_embd": spec.n_embd,
+            "n_positions": model.n_positions, "n_inner": spec.mlp.width,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), spec.dropout),
+            "activation_function": "gelu_new", "layer_norm_epsilon": spec.norm.epsilon,
+        }  # fmt: skip
     assert isinstance(spec.positions, RoPE)
-    biases = {"attention_bias": spec.bias} | ({"mlp_bias": spec.bias} if architecture is LLAMA else {})
+    if spec.positions.bands is not None:
+        bands = dict(zip(_BANDS.values(), astuple(spec.positions.bands), strict=True))
+        rope = {"rope_type": "llama3", "factor": spec.positions.scaling} | bands
+    elif spec.positions.scaling != 1:
+        rope = {"rope_type": "linear", "factor": spec.positions.scaling}
     return {
-        **shared,
-        **biases,
-        "num_hidden_layers": model.n_layer,
-        "num_attention_heads": spec.heads.n_head,
-        "num_key_value_heads": spec.heads.n_kv_head,
-        "head_dim": spec.heads.size,
-        "hidden_size": spec.n_embd,
-        "intermediate_size": spec.mlp.width,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.n_positions,
-        "rms_norm_eps": spec.norm.epsilon,
-        "rope_theta": spec.positions.base,
-        "rope_scaling": _to_rope_scaling(spec.positions),
-    }
+        **shared, "attention_bias": spec.bias, **({"mlp_bias": spec.bias} if architecture is LLAMA else {}),
+        "num_hidden_layers": model.n_layer, "num_attention_heads": spec.heads.n_head,
+        "num_key_value_heads": spec.heads.n_kv_head, "head_dim": spec.heads.size, "hidden_size": spec.n_embd,
+        "intermediate_size": spec.mlp.width, "hidden_act": "silu", "max_position_embeddings": model.n_positions,
+        "rms_norm_eps": spec.norm.epsilon, "rope_theta": spec.positions.base, "rope_scaling": rope,
+    }  # fmt: skip
 
 
 def unknown(text: Keys, architecture: Architecture) -> Iterator[str]:
@@ -171,14 +165,6 @@ def _from_rope(rope: Keys) -> Keys:
     return keys
 
 
-def _to_rope_scaling(rope: RoPE) -> Keys | None:
-    if rope.bands is None:
-        return None if rope.scaling == 1 else {"rope_type": "linear", "factor": rope.scaling}
-    low, high, original = rope.bands.low, rope.bands.high, rope.bands.original_positions
-    bands = dict(zip(_BANDS.values(), (low, high, original), strict=True))
-    return {"rope_type": "llama3", "factor": rope.scaling} | bands
-
-
 def is_folder(path: str | Path) -> bool:
     """Return whether `path` is a Hugging Face folder, and no checkpoint of ours."""
     path = Path(path).expanduser()
@@ -192,14 +178,16 @@ def read_folder(path: Path) -> tuple[Architecture, Keys]:
     """
     try:
         text = json.loads((path / CONFIG).read_bytes())
-        architecture = _architecture(path, text)
+        named, kind = text.get("architectures"), text.get("model_type")
+        fitting = [one for one in ARCHITECTURES if named == [one.name] or (not named and kind == one.model_type)]
+        if not fitting:
+            cause = f"init_from={path}: its architectures are {named!a:.100} (model_type {kind!a:.60})"
+            raise UserError.of(cause, f"give a folder of {SUPPORTED}")
+        (architecture,) = fitting
         asked, keys = list(unknown(text, architecture)), from_hf(text, architecture)
-    except KeyError as error:
-        raise UserError.of(f"init_from={path}: its {CONFIG} has no {error.args[0]}", _NO_FOLDER) from None
-    except (OSError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as error:
-        raise UserError.of(f"init_from={path}: its {CONFIG} cannot be read: {error}", _NO_FOLDER) from None
-    remedy = f"give a folder of {architecture.name} without it: no key of model says it"
-    problems = [Problem(f"init_from={path}: its {CONFIG} asks for {one}", remedy) for one in asked]
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        raise UserError.of(f"init_from={path}: its {CONFIG} cannot be read: {error!r}", _NO_FOLDER) from None
+    problems = [Problem(f"init_from={path}: its {CONFIG} asks for {one}, for which there is no key") for one in asked]
     if not any((path / file).is_file() for file in (WEIGHTS, INDEX)):
         cause = f"init_from={path}: it has no {WEIGHTS}; pickles (pytorch_model.bin) are never opened"
         problems.append(Problem(cause, "save it with save_pretrained of transformers, which writes safetensors"))
@@ -208,47 +196,29 @@ def read_folder(path: Path) -> tuple[Architecture, Keys]:
     return architecture, keys
 
 
-def _architecture(path: Path, text: Keys) -> Architecture:
-    """Return the architecture that a `config.json` names. Raises UserError for one that is none of the three."""
-    named, kind = text.get("architectures"), text.get("model_type")
-    for one in ARCHITECTURES:
-        if named == [one.name] or (not named and kind == one.model_type):
-            return one
-    cause = f"init_from={path}: its architectures are {named!a:.100} (model_type {kind!a:.60})"
-    raise UserError.of(cause, f"give a folder of {SUPPORTED}")
-
-
-def check_model(model: ModelConfig, tokens: int | None, path: Path) -> Iterator[Finding]:
+def check_model(model: ModelConfig, tokens: int | None, path: Path) -> Iterator[Problem]:
     """Find every difference between `model` and a folder's. `tokens`: the tokenizer's ids, or None if unknown."""
     try:
         _, theirs = read_folder(path)
     except UserError as error:
-        yield from (Finding(("init_from",), problem) for problem in error.problems)
+        yield from (problem._replace(keys=("init_from",)) for problem in error.problems)
         return
+    rope = theirs["positions"] == "rope"
     follows = {
-        "n_kv_head": theirs["n_head"],
-        "head_size": theirs["n_embd"] // theirs["n_head"],
-        "mlp_width": 4 * theirs["n_embd"],
-        "rope_base": ROPE_BASE if theirs["positions"] == "rope" else None,
-    }
+        "n_kv_head": theirs["n_head"], "head_size": theirs["n_embd"] // theirs["n_head"],
+        "mlp_width": 4 * theirs["n_embd"], "rope_base": ROPE_BASE if rope else None,
+        "vocab_size": tokens or theirs["vocab_size"],
+    }  # fmt: skip
     for key, value in theirs.items():
         own = getattr(model, key)
         own = follows.get(key) if own is None else own
-        if key == "vocab_size":
-            if (own or tokens or value) != value or (tokens or 0) > value:
-                cause = f"model.vocab_size={show(own)}, init_from={path}: its model has {value:,} ids"
-                cause += f", and the tokenizer {tokens:,}" if tokens else ""
-                keys = "model.vocab_size", "data.tokenizer", "init_from"
-                yield Finding(keys, Problem(cause, f"model.vocab_size={value}"))
-        elif not _is_same(key, own, value, theirs):
-            cause = f"model.{key}={show(own)}, init_from={path}: its model has {show(value)}"
-            yield Finding((f"model.{key}", "init_from"), Problem(cause, f"model.{key}={show(value)}"))
-
-
-def _is_same(key: str, own: Any, value: Any, theirs: Keys) -> bool:
-    """Compare a key's values. With RoPE, a run may use fewer positions than its model has."""
-    if key == "n_positions" and theirs["positions"] == "rope":
-        return bool(own <= value)
-    if key == "rope_scaling":
-        return bool((own or 1) == (value or 1))
-    return bool(own == value)
+        same, also = own == value, ""
+        if key == "n_positions" and rope:  # a run may use fewer than its model has
+            same = own <= value
+        elif key == "rope_scaling":
+            same = (own or 1) == (value or 1)
+        elif key == "vocab_size" and tokens:
+            same, also = same and tokens <= value, f", and the tokenizer {tokens:,}"
+        if not same:
+            cause = f"model.{key}={show(own)}, init_from={path}: its model has {show(value)}{also}"
+            yield Problem(cause, f"model.{key}={show(value)}", (f"model.{key}", "init_from"))

@@ -30,19 +30,6 @@ ALIASES = {
     "wandb_project": "logger.wandb.project, with logger=[default,wandb]", "muon_lr": "optimizer.matrix_lr",
     "max_new_tokens": "tokens", "num_return_sequences": "samples",
 }  # fmt: skip
-# Groups of keys that only a choice brings.
-UNCHOSEN = {"logger.wandb": "logger=[default,wandb]", "logger.mlflow": "logger=[default,mlflow]"}
-REFUSED = {("precision", "fp8_e5m2")}  # choices that exist to say why they are refused, and are never advised
-# Where a class of data is told by its kind, the choices that have it; tests hold this against conf/data.
-KINDS = {
-    "stdlib": ("stdlib",),
-    "files": ("text_files",),
-    "token_files": ("token_files",),
-    "hub": ("fineweb", "openwebtext", "slimpajama"),
-    "file_or_hub": ("tinyshakespeare",),
-    "registered": ("registered",),
-    "mixture": ("mixture",),
-}
 
 
 def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
@@ -68,49 +55,33 @@ def key_named(name: str, schema: type) -> str | None:
     return ALIASES.get(name) or next((named[found] for found in near(name, named, 1)), None)
 
 
-def unknown_key(
-    path: str, own: Sequence[str], everywhere: Iterable[str], owners: Sequence[str] = (), tag: object = None
-) -> tuple[str, str]:
+def unknown_key(path: str, own: Sequence[str], everywhere: Iterable[str]) -> tuple[str, str]:
     """Return cause and remedy for a key that does not exist where it was put.
 
     Args:
         own: the names that do exist there.
         everywhere: all keys there are, as paths.
-        owners: the choices of the same group that do have it.
-        tag: the choice that was made.
     """
     group, _, leaf = path.rpartition(".")
-    if owners:
-        place = f"data@{group}" if group.startswith("data.sources.") else group
-        theirs = [name for owner in owners for name in KINDS.get(owner, (owner,)) if (place, name) not in REFUSED]
-        ours = either([f"{place}={name}" for name in KINDS.get(str(tag), (str(tag),))])
-        return f"{path} belongs to {place}={either(theirs)}, and this run has {ours}", ""
-    if (alias := ALIASES.get(leaf)) and path not in everywhere:
-        return f"there is no key {path}", f"here it is {alias}"
     paths = list(everywhere)
-    groups = [*dict.fromkeys(other.partition(".")[0] for other in paths if "." in other), "experiment", "debug"]
+    cause = f"there is no key {path}"
+    if (alias := ALIASES.get(leaf)) and path not in paths:
+        return cause, f"here it is {alias}"
     matches = [other for other in paths if other.rpartition(".")[2] == leaf]
     matches = matches or [f"{group}.{name}" if group else name for name in near(leaf, own, cutoff=0.75)]
     if not matches:
+        groups = [other.partition(".")[0] for other in paths]
         named = {other.rpartition(".")[2]: other for other in paths} | {name: name for name in (*paths, *groups)}
         matches = [named[name] for name in [*near(path, named, 1, 0.7), *near(leaf, named, 2, 0.7)]]
     if matches:
-        return f"there is no key {path}", f"did you mean {either(list(dict.fromkeys(matches))[:3])}?"
-    return f"there is no key {path}", f"{group} has the keys {', '.join(own)}" if group else ""
+        return cause, f"did you mean {either(list(dict.fromkeys(matches))[:3])}?"
+    return cause, f"{group} has the keys {', '.join(own)}" if group else ""
 
 
 def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, str]:
     """Return cause and remedy for a choice that does not exist."""
-    choices = [choice for choice in choices if (key, choice) not in REFUSED]
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"
-    return f"{key}={value}: there is no such choice", (
-        f"did you mean {key}={either(matches)}? ({have})" if matches else have
-    )
-
-
-def unknown_group(group: str, groups: Sequence[str]) -> tuple[str, str]:
-    """Return cause and remedy for a group that does not exist."""
-    matches = near(group, groups, 1)
-    return f"there is no group {group}", f"did you mean {matches[0]}?" if matches else f"there are {', '.join(groups)}"
+    meant = f"did you mean {key}={either(matches)}? ({have})" if matches else have
+    return f"{key}={value}: there is no such choice", meant

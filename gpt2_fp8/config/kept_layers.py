@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.keys import finding, show
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import problem, show
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
 KEY = "precision.keep_bf16"
@@ -90,7 +90,7 @@ def split_mlp(kept: Kept) -> str | None:
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if len(parts & MLP) == 1), None)
 
 
-def check(config: RunConfig) -> Iterator[Finding]:
+def check(config: RunConfig) -> Iterator[Problem]:
     """Find names that are of no layer, and names that leave no layer in FP8."""
     precision, n_layer = config.precision, config.model.n_layer
     if not isinstance(precision, FP8PrecisionConfig):
@@ -99,6 +99,6 @@ def check(config: RunConfig) -> Iterator[Finding]:
         if fits_nothing(name, n_layer):
             reason = f"there is no layer {show(name)} in a model of {n_layer} blocks"
             remedy = f"head, first, last, first:2, blocks.0 to blocks.{n_layer - 1}, or a part such as blocks.*.mlp"
-            yield finding(config, KEY, reason, remedy)
+            yield problem(config, KEY, reason, remedy)
     if every_layer(kept(precision.keep_bf16, n_layer)):
-        yield finding(config, KEY, f"it keeps every layer in bf16; precision={precision.name} needs one in FP8")
+        yield problem(config, KEY, f"it keeps every layer in bf16; precision={precision.name} needs one in FP8")

@@ -1,14 +1,61 @@
-"""The keys of a configuration by their dotted names: which there are, what each may be, and how its value is told."""
+"""The keys of a configuration by their dotted names: which there are, what each may be, and how its value is told.
+
+A number's range is written into its type: `Annotated[int, Range(1)]`. `parsing.build` checks it with the type.
+"""
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+import math
+from dataclasses import dataclass, is_dataclass
 from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.ranges import Range
+from gpt2_fp8.config.errors import Problem
+
+_COUNTED_MOST = 10**12  # nothing here is counted beyond; below, what torch and the logs count in does not overflow
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`. With `open_*`, the bound itself is left out."""
+
+    least: float
+    most: float = math.inf
+    open_least: bool = False
+    open_most: bool = False
+
+    def why_not(self, value: float) -> str | None:
+        """Return what is wrong with `value`; None if it is in range."""
+        low = value <= self.least if self.open_least else value < self.least
+        high = value >= self.most if self.open_most else value > self.most
+        if low or high:
+            return f"must be {self}"
+        if isinstance(value, float) and value and not 1e-38 <= abs(value) <= 1e38:
+            return "is beyond what float32 can hold"
+        return f"is beyond {_COUNTED_MOST:,}" if isinstance(value, int) and value > _COUNTED_MOST else None
+
+    def __str__(self) -> str:
+        least = f"{'above' if self.open_least else 'at least'} {self.least}"
+        if self.most == math.inf:
+            return least
+        if not self.open_least and not self.open_most:
+            return f"from {self.least} to {self.most}"
+        return f"{least} and {'below' if self.open_most else 'at most'} {self.most}"
+
+
+Count = Annotated[int, Range(1)]
+Steps = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Part = Annotated[float, Range(0, 1, open_most=True)]
+Positive = Annotated[float, Range(0, open_least=True)]
+Share = Annotated[float, Range(0, 1, open_least=True)]
+Amount = Annotated[float, Range(0)]
+# With an upper end that nobody has: a run would use all memory or disk before it could report that.
+Workers = Annotated[int, Range(0, 1024)]
+Scored = Annotated[int, Range(0, 10**7)]
+Tokens = Annotated[int, Range(0, 10**6)]
+Sequences = Annotated[int, Range(1, 10**6)]
 
 hints_of = cache(partial(get_type_hints, include_extras=True))
 
@@ -106,11 +153,11 @@ def value_of(config: object, key: str) -> object:
     return config
 
 
-def finding(of: object, keys: str, reason: str, remedy: str = "", prefix: str = "") -> Finding:
-    """Return a finding whose cause begins with the values of `keys`, words of `of` that `prefix` makes whole."""
+def problem(of: object, keys: str, reason: str, remedy: str = "", prefix: str = "") -> Problem:
+    """Return a problem whose cause begins with the values of `keys`, words of `of` that `prefix` makes whole."""
     names = keys.split()
     values = ", ".join(f"{prefix}{name}={show(value_of(of, name))}" for name in names)
-    return Finding(tuple(f"{prefix}{name}" for name in names), Problem(f"{values}: {reason}", remedy))
+    return Problem(f"{values}: {reason}", remedy, tuple(f"{prefix}{name}" for name in names))
 
 
 def show(value: object) -> str:

@@ -7,29 +7,25 @@ The header tells these apart.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.data_schema import (
-    DataConfig,
-    FileOrHubData,
-    FilesData,
-    Mixed,
-    MixtureData,
-    TextOfARun,
-    TokenFilesData,
-)
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.data_schema import FilesData, Mixed, MixtureData, TextOfARun, TokenFilesData
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import problem, show
 from gpt2_fp8.config.schema import RunConfig
 
 LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/token_files.py` reads the rest
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
+_SOURCES = ("data.sources",)
+_OF_BORDERS = ("document_mask", "data.train_files", "data.val_files", "data.sources")
+_NO_TEXT = ("name", "num_workers", "seed", "val_sequences", "cache_dir")  # keys that do not say which text it is
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _KEY = re.compile(r"(?<![\w./@])data\.(?!sources\.)(?=[a-z_]+\b)")
 
@@ -52,23 +48,14 @@ def without_validation(data: TextOfARun) -> TextOfARun:
 
 
 def as_named(problem: Problem, name: str) -> Problem:
-    """Return a source's problem in the words of the mixture that it is in: `data.repo` is `data.sources.web.repo`."""
-    cause = _placed(problem.cause, name)
-    remedy = re.sub(rf"\bdata=\w+ (?=data\.sources\.{name}\.)", "", _placed(problem.remedy, name))
-    return Problem(cause if f"data.sources.{name}." in cause else f"source {name}: {cause}", remedy)
+    """Return a source's problem in the words of the mixture that it is in: `data.repo` is `data.sources.web.repo`.
 
-
-def found_in(finding: Finding, name: str) -> Finding:
-    """Return a finding of a source, with its keys and words as in the mixture; unchanged for the name ""."""
+    It is unchanged for the name "".
+    """
     if not name:
-        return finding
-    return Finding(tuple(_placed(key, name) for key in finding.keys), as_named(finding.problem, name))
-
-
-def shares(data: MixtureData) -> dict[str, float]:
-    """Return each source's share of the sequences."""
-    weights = weights_of(data)
-    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        return problem
+    cause, remedy, *keys = (_KEY.sub(f"data.sources.{name}.", text) for text in (*problem[:2], *problem.keys))
+    return Problem(cause if f"data.sources.{name}." in cause else f"source {name}: {cause}", remedy, tuple(keys))
 
 
 def weights_of(data: MixtureData) -> dict[str, float]:
@@ -76,7 +63,7 @@ def weights_of(data: MixtureData) -> dict[str, float]:
     return {name: 1.0 if data.weights is None else data.weights[name] for name in sorted(data.sources)}
 
 
-def check(config: RunConfig) -> Iterator[Finding]:
+def check(config: RunConfig) -> Iterator[Problem]:
     """Find what is wrong with a mixture: its names, its weights, and what its sources must have in common."""
     data = config.data
     if not isinstance(data, MixtureData):
@@ -84,63 +71,46 @@ def check(config: RunConfig) -> Iterator[Finding]:
     for name in data.sources:
         if not _NAME.fullmatch(name):
             cause = f"data.sources: {show(name)} is no name of a source"
-            yield Finding.of("data.sources", cause, "a letter, then letters, digits and _, 40 at most")
+            yield Problem(cause, "a letter, then letters, digits and _, 40 at most", _SOURCES)
     if len(data.sources) < 2:
-        cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}"
-        yield Finding.of("data.sources", cause, "+data@data.sources.web=fineweb adds one")
+        cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}: data.sources"
+        yield Problem(cause, "+data@data.sources.web=fineweb adds one", _SOURCES)
     yield from _weights(data)
     yield from _in_common(data)
     if config.trainer.max_epochs is not None:
-        cause = f"trainer.max_epochs={config.trainer.max_epochs}: each source of a mixture has passes of its own"
-        yield Finding(("trainer.max_epochs", "data.kind"), Problem(cause))
+        yield problem(config, "trainer.max_epochs data.kind", "each source of a mixture has passes of its own")
 
 
-def _weights(data: MixtureData) -> Iterator[Finding]:
-    if data.weights is None or not data.sources:
-        return
-    for name in {*data.sources} - {*data.weights}:
-        yield Finding.of("data.weights", f"data.weights: {show(name)} has none", "null gives all sources the same")
-    for name, weight in data.weights.items():
-        if name not in data.sources:
-            yield Finding.of("data.weights", f"data.weights: there is no source {show(name)}")
-        elif weight <= 0 or weight < SMALLEST_SHARE * sum(data.weights.values()):
-            cause = f"data.weights: {show(name)}: {weight:g} is less than a sequence in a million"
-            yield Finding.of("data.weights", cause)
+def _weights(data: MixtureData) -> Iterator[Problem]:
+    weights = data.weights if data.weights is not None and data.sources else {}
+    reasons = {name: "has none" for name in {*data.sources} - {*weights} if weights}
+    reasons |= dict.fromkeys({*weights} - {*data.sources}, "is no source")
+    for name, weight in weights.items():
+        if weight <= 0 or weight < SMALLEST_SHARE * sum(weights.values()):
+            reasons.setdefault(name, f"{weight:g} is less than a sequence in a million")
+    for name, reason in reasons.items():
+        yield Problem(f"data.weights: {show(name)}: {reason}", keys=("data.weights",))
 
 
-def _in_common(data: MixtureData) -> Iterator[Finding]:
-    names = list(data.sources)
-    for name in names[1:]:
-        first, other = data.sources[names[0]].tokenizer, data.sources[name].tokenizer
-        if first != other:
-            keys = f"data.sources.{names[0]}.tokenizer", f"data.sources.{name}.tokenizer"
-            cause = f"{keys[0]}={show(first)}, {keys[1]}={show(other)}: a model has one tokenizer"
-            yield Finding(keys, Problem(cause))
-    texts = {name: _text(source) for name, source in data.sources.items()}
-    for one, other in combinations(names, 2):
-        if texts[one] == texts[other]:
+def _in_common(data: MixtureData) -> Iterator[Problem]:
+    """Find a second tokenizer, and a text that is two sources."""
+    for (one, first), (other, second) in combinations(data.sources.items(), 2):
+        if first.tokenizer != second.tokenizer:
+            yield problem(data.sources, f"{one}.tokenizer {other}.tokenizer", "a model has one tokenizer",
+                          prefix="data.sources.")  # fmt: skip
+            return
+        if _text(first) == _text(second):
             cause = f"data.sources.{one} and data.sources.{other} are the same text"
-            yield Finding.of(f"data.sources.{other}", cause)
+            yield Problem(cause, keys=(f"data.sources.{other}",))
 
 
-def _text(source: DataConfig) -> object:
+def _text(source: Mixed) -> dict[str, object]:
     """Return what says which text a source is. Local files are told by their real paths, in any order."""
-    about = {field.name: getattr(source, field.name) for field in fields(source)}
+    about = {key: value for key, value in asdict(source).items() if key not in _NO_TEXT}
     if isinstance(source, (FilesData, TokenFilesData)):
-        about |= {"train_files": _files(source.train_files), "val_files": _files(source.val_files)}
-    if isinstance(source, FileOrHubData):
-        about["path"] = _files([source.path])
-    apart = ("name", "num_workers", "seed", "val_sequences", "cache_dir")
-    return type(source), {key: str(value) for key, value in about.items() if key not in apart}
-
-
-def _files(patterns: list[str]) -> list[str]:
-    """Return the real paths of the files that `patterns` name, and each pattern that names none."""
-    return sorted({name for word in patterns for name in [disk.real_path(path) for path in disk.find(word)] or [word]})
-
-
-def _placed(text: str, name: str) -> str:
-    return _KEY.sub(f"data.sources.{name}.", text)
+        for key in ("train_files", "val_files"):
+            about[key] = sorted({os.path.realpath(path) for word in about[key] for path in disk.find(word) or [word]})
+    return about
 
 
 def begin_with_separator(data: TextOfARun) -> bool:
@@ -148,23 +118,21 @@ def begin_with_separator(data: TextOfARun) -> bool:
     return any(begins for _, source in sources_of(data) for begins, _ in _kinds(source))
 
 
-def check_borders(config: RunConfig) -> Iterator[Finding]:
+def check_borders(config: RunConfig) -> Iterator[Problem]:
     """Find text for which no single rule says which document a separator belongs to."""
     if not config.document_mask:
         return
     seen: dict[bool, str] = {}
     for name, source in sources_of(config.data):
-        key = f"data.sources.{name}.train_files" if name else "data.train_files"
-        if of_llama := next((path for _, path in _kinds(source) if path and _magic(path) == LLAMA_3), None):
-            cause = f"document_mask=true: documents begin with <|begin_of_text|> in {of_llama}, llm.c's for Llama 3"
-            yield Finding(("document_mask", key), Problem(cause, "document_mask=false"))
-            return
         for begins, path in _kinds(source):
+            if path and _magic(path) == LLAMA_3:
+                cause = f"document_mask=true: documents begin with <|begin_of_text|> in {path}, llm.c's for Llama 3"
+                yield Problem(cause, keys=_OF_BORDERS)
+                return
             seen.setdefault(begins, str(path) if path else f"source {name}")
     if len(seen) > 1:
         cause = f"document_mask=true: documents begin with the separator in {seen[True]}, end with it in {seen[False]}"
-        keys = "document_mask", "data.train_files", "data.val_files", "data.sources"
-        yield Finding(keys, Problem(cause, "document_mask=false"))
+        yield Problem(cause, keys=_OF_BORDERS)
 
 
 def _kinds(source: Mixed) -> Iterator[tuple[bool, Path | None]]:

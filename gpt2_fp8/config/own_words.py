@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,18 +31,13 @@ class Typed(NamedTuple):
 
     def but(self, left_out: Iterable[str], added: Iterable[str]) -> str:
         """Return the command without the keys `left_out` and what is below them, and with the words `added`."""
-        gone = {*left_out, *(_key(word) for word in added)}
-        kept = [word for word in self.words if not _is_below(_key(word), gone)]
+        gone = tuple(f"{key}." for key in (*left_out, *map(_key, added)))
+        kept = [word for word in self.words if not f"{_key(word)}.".startswith(gone)]
         return shlex.join([*RUN.split(), *kept, *added])
 
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0] if not word.startswith("-") else word
-
-
-def _is_below(key: str, keys: set[str]) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
 
 
 def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
@@ -76,28 +71,18 @@ def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[s
 
     Where its schedule has ended, the learning rate stays as it was at the end, unless that is 0.
     """
+    trainer, optim, words = config.trainer, config.optim, []
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
-    ends = dict.fromkeys([*reached, *([ended_by] if ended_by else [])])
-    decayed = ended_by not in (None, "trainer.max_time") and 0 < config.optim.min_lr_ratio < 1
-    return [*(_doubled(config, key) for key in ends), *(_constant(config) if decayed else ())]
-
-
-def _constant(config: RunConfig) -> Iterator[str]:
-    """Yield the words of a schedule that stays at the rate at which the run's ends."""
-    matrix_lr = getattr(config.optimizer, "matrix_lr", None)
-    for key, peak in (("optim.lr", config.optim.lr), ("optimizer.matrix_lr", matrix_lr)):
-        if peak is not None:
-            yield f"{key}={peak * config.optim.min_lr_ratio:.6g}"
-    yield from ("optim.schedule=constant", "optim.min_lr_ratio=1")
-    if config.optim.decay_steps is not None:
-        yield "optim.decay_steps=null"
-
-
-def _doubled(config: RunConfig, key: str) -> str:
-    value = getattr(config.trainer, key.removeprefix("trainer."))
-    if key != "trainer.max_time":
-        return f"{key}={2 * value}"
-    return f"{key}={run_length.as_time(2 * (run_length.seconds(value) or 0))}"
+    for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])]):
+        value = getattr(trainer, key.removeprefix("trainer."))
+        is_time = key == "trainer.max_time"
+        words.append(f"{key}={run_length.as_time(2 * (run_length.seconds(value) or 0)) if is_time else 2 * value}")
+    if ended_by not in (None, "trainer.max_time") and 0 < optim.min_lr_ratio < 1:
+        peaks = {"optim.lr": optim.lr, "optimizer.matrix_lr": getattr(config.optimizer, "matrix_lr", None)}
+        words += [f"{key}={peak * optim.min_lr_ratio:.6g}" for key, peak in peaks.items() if peak is not None]
+        words += ["optim.schedule=constant", "optim.min_lr_ratio=1"]
+        words += ["optim.decay_steps=null"] if optim.decay_steps is not None else []
+    return words
 
 
 def _placed(folder: Path, here: Path) -> list[str]:

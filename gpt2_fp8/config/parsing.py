@@ -8,13 +8,13 @@ a number's range, and any key's meaning.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from gpt2_fp8.config import hints
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import Kind, hints_of, key_paths, kind_of, show, tag_field, tags_of
-from gpt2_fp8.config.ranges import Range
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import Kind, Range, hints_of, key_paths, kind_of, show, tag_field, tags_of
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
-def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Finding]]:
+def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Problem]]:
     """Build an instance of `cls` from `data`; return None and everything that is wrong if that fails.
 
     `path` is the key at which `data` is.
@@ -35,21 +35,23 @@ def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Fi
     return (None if value is _BAD else cast("T", value)), builder.found
 
 
-def build_with_defaults(cls: type[T], data: dict[str, Any], default: dict[str, Any], problems: list[Problem]) -> T:
+def build_with_defaults(
+    cls: type[T], data: dict[str, Any], default: dict[str, Any], problems: list[Problem], path: str = ""
+) -> T:
     """Build an instance of a flat class; a wrong key has its default, after its problem was added to `problems`."""
-    built, found = build(cls, default | data)
-    problems += [finding.problem for finding in found]
-    if built is None:
-        wrong = {key for finding in found for key in finding.keys}
-        built, _ = build(cls, default | {key: value for key, value in data.items() if key not in wrong})
-        assert built is not None, "the defaults are right"
+    built, found = build(cls, default | data, path)
+    problems += found
+    wrong = {key.rpartition(".")[2] for problem in found for key in problem.keys}
+    known = {key: value for key, value in data.items() if key in default and key not in wrong}
+    built = built or build(cls, default | known, path)[0]
+    assert built is not None, "the defaults are right"
     return built
 
 
 class _Builder:
     def __init__(self, cls: type):
         self.cls = cls
-        self.found: list[Finding] = []
+        self.found: list[Problem] = []
 
     def value(self, hint: Any, value: object, path: str) -> Any:
         kind = kind_of(hint)
@@ -73,36 +75,32 @@ class _Builder:
 
     def _instance(self, classes: tuple[Any, ...], data: object, path: str) -> Any:
         if not isinstance(data, dict):
-            cause = f"{path or 'the configuration'}={show(data)}: not a group of keys"
-            return self._bad(path, cause, hints.UNCHOSEN.get(path, ""))
-        cls, tag, prefix = classes[0], None, f"{path}." if path else ""
+            return self._bad(path, f"{path or 'the configuration'}={show(data)}: not a group of keys")
+        cls, tag, prefix, owners = classes[0], "", f"{path}." if path else "", {}
         if len(classes) > 1:
-            field = tag_field(classes)
-            tag = data.get(field)
-            owners = {choice: c for c in classes for choice in tags_of(c, field)}
-            if tag not in owners:
-                key = f"{prefix}{field}"
-                return self._bad(key, *hints.unknown_choice(key, show(tag), list(owners)))
-            cls = owners[tag]
+            tag = tag_field(classes)
+            owners = {choice: c for c in classes for choice in tags_of(c, tag)}
+            if data.get(tag) not in owners:
+                return self._bad(prefix + tag, *hints.unknown_choice(prefix + tag, show(data.get(tag)), list(owners)))
+            cls = owners[data[tag]]
         known, before, values = hints_of(cls), len(self.found), {}
         for key in data:
-            if key not in known:
-                self._unknown(f"{prefix}{key}", key, classes, known, tag)
+            if theirs := [choice for choice, c in owners.items() if key in hints_of(c) and key not in known]:
+                cause = f"{prefix}{key} belongs to {prefix}{tag}={hints.either(theirs)}"
+                self._bad(prefix + key, f"{cause}, and this is {data[tag]}")
+            elif key not in known:
+                self._bad(prefix + key, *hints.unknown_key(prefix + key, list(known), key_paths(self.cls)))
         for name in known:
             if name in data:
                 values[name] = self.value(known[name], data[name], prefix + name)
             else:
-                self._bad(prefix + name, f"{prefix}{name} is missing", f"give it a value: +{prefix}{name}=VALUE")
+                self._bad(prefix + name, f"{prefix}{name} is missing")
         return cls(**values) if len(self.found) == before else _BAD
-
-    def _unknown(self, path: str, key: str, classes: tuple[Any, ...], known: dict[str, Any], tag: object) -> None:
-        owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
-        self._bad(path, *hints.unknown_key(path, list(known), key_paths(self.cls), owners, tag))
 
     def _open(self, hint: Any, data: object, path: str) -> Any:
         """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
-            return self._bad(path, f"{path}={show(data)}: needs keys with values", f"{path}.KEY=VALUE")
+            return self._bad(path, f"{path}={show(data)}: needs keys with values")
         before = len(self.found)
         values = {str(key): self.value(hint, value, f"{path}.{key}") for key, value in data.items()}
         return values if len(self.found) == before else _BAD
@@ -114,7 +112,7 @@ class _Builder:
         words += ["keys with values"] if kind.values is not None else []
         words.sort(key=lambda word: word == "null")  # last, as people say it
         if type(value) in (int, float) and float in members:
-            return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}=NUMBER")
+            return self._bad(path, f"{path}={show(value)}: not a finite number")
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
@@ -124,7 +122,7 @@ class _Builder:
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
 
     def _bad(self, path: str, cause: str, remedy: str = "") -> Any:
-        self.found.append(Finding.of(path, cause, remedy))
+        self.found.append(Problem(cause, remedy, (path,)))
         return _BAD
 
 
@@ -133,23 +131,17 @@ def _match(member: Any, value: object) -> Any:
 
     A bool is no number, an int is a float too, and a whole number may be a name.
     """
-    if type(value) is member and member is not float:
-        return value
     origin = get_origin(member)
     if origin is Literal:
-        for choice in get_args(member):
-            if type(choice) is type(value) and choice == value:
-                return value
-        return _BAD
+        return value if any(type(choice) is type(value) and choice == value for choice in get_args(member)) else _BAD
     if origin is list and isinstance(value, list):
         items = [_match(get_args(member)[0], v) for v in value]
         return _BAD if any(item is _BAD for item in items) else items
     if member is float and type(value) in (int, float):
-        try:
-            number = float(cast("float", value))
-        except OverflowError:  # an int that no float can hold
-            return _BAD
-        return number if math.isfinite(number) else _BAD
+        with suppress(OverflowError):  # an int that no float can hold
+            if math.isfinite(number := float(cast("float", value))):
+                return number
+        return _BAD
     if member is str and type(value) is int:  # run_name=42
         return str(value)
-    return _BAD
+    return value if type(value) is member else _BAD

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -11,71 +10,69 @@ from typing import Literal
 
 from gpt2_fp8.config import disk, hf_config, mixture, tokenizer_file
 from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
-from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import problem, show
 from gpt2_fp8.config.schema import RunConfig
 
 Which = Literal["last", "best"]
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
-def check(config: RunConfig) -> list[Finding]:
+def check(config: RunConfig) -> list[Problem]:
     """Find everything that is wrong with the paths of a configuration."""
     found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
     for name, source in mixture.sources_of(config.data):
-        found += (mixture.found_in(finding, name) for finding in _check_source(source))
+        found += (mixture.as_named(problem, name) for problem in _check_source(source))
     return found
 
 
-def _check_run_name(name: str) -> Iterator[Finding]:
+def _check_run_name(name: str) -> Iterator[Problem]:
     reason = None
     if not name.strip() or name != name.strip() or not name.isprintable():
         reason = "is no plain name"
     elif name.startswith(("/", "~")) or "\\" in name or {"..", "."} & {*PurePosixPath(name).parts, name}:
         reason = "leads out of outputs/"
     if reason:
-        yield Finding.of("run_name", f"run_name={show(name)}: {reason}", "hydra.run.dir=FOLDER puts a run elsewhere")
+        cause = f"run_name={show(name)}: {reason}"
+        yield Problem(cause, "hydra.run.dir=FOLDER puts a run elsewhere", ("run_name",))
 
 
-def _check_checkpoints(config: RunConfig) -> Iterator[Finding]:
+def _check_checkpoints(config: RunConfig) -> Iterator[Problem]:
     if config.ckpt_path is not None and config.init_from is not None:
-        cause = f"ckpt_path={show(config.ckpt_path)}, init_from={show(config.init_from)}: one continues a run, the "
-        yield Finding(("ckpt_path", "init_from"), Problem(cause + "other starts one from weights", "give one of them"))
+        yield problem(config, "ckpt_path init_from", "one continues a run, the other starts one from weights")
     for key, value in (("ckpt_path", config.ckpt_path), ("init_from", config.init_from)):
         if value is None or (key == "ckpt_path" and value in ("last", "best")):
             continue
-        path = Path(value).expanduser()
-        example = f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
+        path, example = Path(value).expanduser(), f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
         if not value or not path.is_dir():
-            yield Finding.of(key, f"{key}={show(value)}: there is no such folder (looked in {Path.cwd()})", example)
+            yield problem(config, key, f"there is no such folder (looked in {Path.cwd()})", example)
         elif is_run(path) and not is_checkpoint(path):
-            yield Finding.of(key, f"{key}={show(value)}: is a run's folder, and a checkpoint's is needed", example)
+            yield problem(config, key, "is a run's folder, and a checkpoint's is needed", example)
         elif key == "ckpt_path" and hf_config.is_folder(path):
-            yield Finding.of(key, f"{key}={show(value)}: is a Hugging Face folder", f"init_from={show(value)}")
+            yield problem(config, key, "is a Hugging Face folder", f"init_from={show(value)}")
 
 
-def _check_source(data: Mixed) -> Iterator[Finding]:
+def _check_source(data: Mixed) -> Iterator[Problem]:
     if isinstance(data, FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
         if os.path.lexists(path) and (reason := disk.why_unreadable(path)):
-            yield Finding.of("data.path", f"data.path: {reason}")
+            yield Problem(f"data.path: {reason}", keys=("data.path",))
     if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
             kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
-            example = f"data.train_files='[FILES]' ({kinds})"
-            yield Finding.of("data.train_files", "data.train_files is empty: nothing to train on", example)
+            yield problem(data, "train_files", "nothing to train on", f"name files: {kinds}", prefix="data.")
         for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-            yield from (Finding.of(key, cause) for pattern in patterns for cause in _check_pattern(key, pattern))
+            yield from (Problem(cause, keys=(key,)) for word in patterns for cause in _check_pattern(key, word))
         none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
         if not data.val_files and data.val_sequences > 0 and none_held_out:
-            cause = "data.val_files=[]: nothing is held out to validate on"
-            yield Finding.of("data.val_files", cause, "data.val_sequences=0 for no validation")
+            remedy = "data.val_sequences=0 for no validation"
+            yield problem(data, "val_files", "nothing is held out to validate on", remedy, prefix="data.")
     if isinstance(data, TextData) and data.cache_dir is not None:
         yield from disk.check_folder(data.cache_dir, "data.cache_dir")
     try:
         tokenizer_file.number_of_ids(data.tokenizer)
     except UserError as error:
-        yield from (Finding(("data.tokenizer",), problem) for problem in error.problems)
+        yield from (one._replace(keys=("data.tokenizer",)) for one in error.problems)
 
 
 def _check_pattern(key: str, pattern: str) -> Iterator[str]:
@@ -134,18 +131,17 @@ def why_no_model(path: Path) -> str | None:
     if is_run(path) or is_checkpoint(path):
         return None
     if hf_config.is_folder(path):
-        return "it is a Hugging Face folder, and no checkpoint"
+        return "it is a Hugging Face folder, and no checkpoint: python -m gpt2_fp8.import_hf makes one of it"
     return "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
 
 
 def check_trained(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
     """Find what is wrong with a program's `ckpt_path` and `checkpoint`, as far as the names of files tell."""
     if not ckpt_path:
-        yield Problem(f"ckpt_path is {'empty' if ckpt_path == '' else 'missing'}: it names the model", EXAMPLES)
+        yield Problem("ckpt_path is missing: it names the model", EXAMPLES)
         return
     path, said = Path(ckpt_path.replace("\0", "\ufffd")).expanduser(), f"ckpt_path={show(ckpt_path)}"
     if why := why_no_model(path):
-        importing = f"python -m gpt2_fp8.import_hf {shlex.quote(ckpt_path)} FOLDER makes a checkpoint of it"
-        yield Problem(f"{said}: {why}", importing if hf_config.is_folder(path) else EXAMPLES)
+        yield Problem(f"{said}: {why}", EXAMPLES)
     elif which == "best" and not is_run(path):
-        yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one", "leave checkpoint out")
+        yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one")

@@ -6,18 +6,24 @@ ends at the first step by which so many passes' tokens were used (ceil). `max_ti
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from gpt2_fp8.config.data_schema import FileOrHubData, HubData
-from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.keys import finding
-from gpt2_fp8.config.model_checks import largest_divisor
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor up to `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
+    return max(d for one in small for d in (one, number // one) if d <= most)
 
 
 def tokens_a_step(config: RunConfig) -> int:
@@ -141,57 +147,46 @@ def as_time(seconds: int) -> str:
     return f"{hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{rest:02d}"
 
 
-def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
+def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Problem]:
     """Find limits that cannot be met, and a warm-up or a decay that does not fit between them."""
-    yield from _time(config)
-    yield from _epochs(config)
+    if config.trainer.max_time is not None and not seconds(config.trainer.max_time):
+        reason = "must be a time above 0, as days:hours:minutes:seconds"
+        yield problem(config, "trainer.max_time", reason, "trainer.max_time=00:12:00:00")
+    yield from _check_epochs(config)
     if not (known := limits(config, tokens_a_pass)):
         if config.trainer.max_epochs is None:
             keys = "trainer.max_steps trainer.max_tokens trainer.max_epochs"
-            yield finding(config, keys, "the learning rate needs an end of the run, in steps")
-        return
-    if min(known.values()) < 1:
-        yield finding(config, "trainer.max_tokens", f"a step has {tokens_a_step(config):,} tokens")
-        return
-    yield from misfits(config, tokens_a_pass)
-    if config.optim.schedule == "warmup_stable_decay" and config.optim.decay_steps is None:
-        reason = "the steps at the end in which the rate falls are not given"
-        yield finding(config, "optim.schedule optim.decay_steps", reason)
+            yield problem(config, keys, "the learning rate needs an end of the run, in steps")
+    elif min(known.values()) < 1:
+        yield problem(config, "trainer.max_tokens", f"a step has {tokens_a_step(config):,} tokens")
+    else:
+        yield from _check_steps(config, min(known.values()), shortest(config, tokens_a_pass))
 
 
-def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
-    """Find steps of one kind that do not fit a run. `check` finds them too; its rates can be drawn all the same."""
-    known = limits(config, tokens_a_pass)
-    steps, warmup, decay = min(known.values(), default=0), config.optim.warmup_steps, config.optim.decay_steps
-    if steps < 1:
-        return
-    limit = shortest(config, tokens_a_pass)
+def _check_steps(config: RunConfig, steps: int, limit: str) -> Iterator[Problem]:
+    """Find steps of one kind that do not fit a run of `steps`, which the key `limit` ends."""
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps
     if warmup > steps:
-        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run")
+        yield problem(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run")
     elif decay is not None and decay > steps - warmup:
         keys = f"optim.decay_steps {limit} optim.warmup_steps"
-        yield finding(config, keys, "the decay is longer than what follows the warm-up")
+        yield problem(config, keys, "the decay is longer than what follows the warm-up")
     if bf16_last_steps(config) >= steps:
-        yield finding(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
+        yield problem(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
+    if config.optim.schedule == "warmup_stable_decay" and decay is None:
+        reason = "the steps at the end in which the rate falls are not given"
+        yield problem(config, "optim.schedule optim.decay_steps", reason)
 
 
-def _time(config: RunConfig) -> Iterator[Finding]:
-    if config.trainer.max_time is not None and not seconds(config.trainer.max_time):
-        reason = "must be a time above 0, as days:hours:minutes:seconds"
-        yield finding(config, "trainer.max_time", reason, "trainer.max_time=00:12:00:00")
-
-
-def _epochs(config: RunConfig) -> Iterator[Finding]:
+def _check_epochs(config: RunConfig) -> Iterator[Problem]:
     """Find passes over a text that has none, or whose length nobody knows before the first is over."""
-    data = config.data
-    if config.callbacks.keep_epochs and config.trainer.max_epochs is None:
-        yield finding(config, "callbacks.keep_epochs trainer.max_epochs", "no epochs are counted")
+    data, key = config.data, "trainer.max_epochs"
     if config.trainer.max_epochs is None:
+        if config.callbacks.keep_epochs:
+            yield problem(config, f"callbacks.keep_epochs {key}", "no epochs are counted")
         return
     if config.trainer.overfit_batches:
-        reason = "the first steps' data is repeated, and there are no passes over the text"
-        yield finding(config, "trainer.max_epochs trainer.overfit_batches", reason)
+        yield problem(config, f"{key} trainer.overfit_batches", "the first steps' data is repeated, and no passes made")
     here = isinstance(data, FileOrHubData) and Path(data.path).expanduser().is_file()
     if isinstance(data, HubData) and not here:
-        reason = "a hub's text is streamed, and its tokens are not counted before the first pass is over"
-        yield finding(config, "trainer.max_epochs data.repo", reason)
+        yield problem(config, f"{key} data.repo", "a hub's text is streamed, and its tokens are not counted before")

@@ -19,24 +19,7 @@ from gpt2_fp8.config.data_schema import (
     StdlibData,
     TokenFilesData,
 )
-from gpt2_fp8.config.ranges import (
-    Amount,
-    Count,
-    Devices,
-    Epochs,
-    Part,
-    Positive,
-    Range,
-    Repeated,
-    ScalingFactor,
-    Seed,
-    Sequences,
-    Share,
-    Steps,
-    StepSequences,
-    Tokens,
-    at_least,
-)
+from gpt2_fp8.config.keys import Amount, Count, Part, Positive, Range, Seed, Sequences, Share, Steps, Tokens
 
 Recompute = Literal["none", "mlp", "full"]
 AttentionKernel = Literal["auto", "sdpa", "math", "cudnn", "flash", "te"]
@@ -63,7 +46,7 @@ class ModelConfig:
     mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
     positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions
     rope_base: Positive | None = None  # only with positions=rope; null: 10000
-    rope_scaling: ScalingFactor | None = None  # positions are divided by this; null: they are not
+    rope_scaling: Annotated[float, Range(1)] | None = None  # positions are divided by this; null: they are not
     rope_low_freq_factor: Positive | None = None  # Llama 3's scaling spares rotations that turn often (docs/models.md);
     rope_high_freq_factor: Positive | None = None  # null, all three: every rotation is scaled alike
     rope_original_positions: Count | None = None  # the context before it was lengthened
@@ -108,8 +91,8 @@ class DelayedRecipe:
     """Scales from the largest values of past steps: one read of each tensor, the fastest."""
 
     name: Literal["delayed"]
-    margin: Annotated[int, at_least(0, 100, "powers of two")]  # powers of two of headroom left in every scale
-    amax_history_len: Annotated[int, at_least(1, 10**6, "steps")]  # steps remembered
+    margin: Annotated[int, Range(0, 100)]  # powers of two of headroom left in every scale
+    amax_history_len: Annotated[int, Range(1, 10**6)]  # steps remembered
     amax_compute_algo: Literal["max", "most_recent"]
 
 
@@ -205,18 +188,18 @@ class TrainerConfig:
     """Where and how long. Steps are optimizer steps, everywhere."""
 
     accelerator: Literal["auto", "cpu", "gpu"]
-    devices: Devices | Literal["auto"]  # per node; auto: every GPU
-    num_nodes: Annotated[int, at_least(1, 10**6, "machines")]
+    devices: Annotated[int, Range(1, 4096)] | Literal["auto"]  # per node; auto: every GPU
+    num_nodes: Annotated[int, Range(1, 10**6)]
     strategy: Literal["auto", "ddp"]
     max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
     max_tokens: Count | None = None  # the last step within it is the last
-    max_epochs: Epochs | None = None  # passes over the training text, whose tokens are counted first
+    max_epochs: Annotated[int, Range(1, 10**5)] | None = None  # passes over the training text, counted first
     max_time: str | None = None  # of training, over all resumes, as DD:HH:MM:SS; it stops, and changes no learning rate
     val_check_interval: Count  # steps between validations; there is always one at the end
     log_every_n_steps: Count
     deterministic: bool  # refuse kernels whose result depends on the order of execution
     fast_dev_run: bool  # one step, one validation batch, nothing written but the summary
-    overfit_batches: Repeated  # repeat the first N steps' data for ever; 0: off
+    overfit_batches: Annotated[int, Range(0, 10**4)]  # repeat the first N steps' data for ever; 0: off
     profiler: Literal["simple", "pytorch"] | None
 
 
@@ -293,7 +276,7 @@ class RunConfig:
     attention: AttentionKernel = "auto"
     document_mask: bool = False  # tokens attend within their document alone; not in the fused layers
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks
-    global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
+    global_batch_size: Sequences  # sequences per optimizer step, over all GPUs
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig

@@ -7,7 +7,6 @@ is the rank file of Llama 3 (`tokenizer.model`): a token in base64 and its rank 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 from functools import lru_cache
@@ -51,7 +50,7 @@ def number_of_ids(name: str) -> int:
         return NAMES[name]
     path = find(name)
     about = path.stat()
-    return _looked_at(path, about.st_mtime_ns, about.st_size)
+    return _count_ids(path, about.st_mtime_ns, about.st_size)
 
 
 def separator(name: str) -> int | None:
@@ -68,14 +67,11 @@ def separator(name: str) -> int | None:
 def find(name: str) -> Path:
     """Return the file that `data.tokenizer=name` means. Raises UserError if there is none."""
     path = Path(name).expanduser()
-    if not name.strip() or not os.path.exists(path):
-        cause = f"data.tokenizer={show(name)}: neither gpt2 nor bytes, and no file or folder (looked in {Path.cwd()})"
-        raise UserError.of(cause, "data.tokenizer=gpt2, bytes, or FOLDER with a tokenizer.json")
     found = next((path / file for file in FILES if os.path.isfile(path / file)), path)
-    if not os.path.isfile(found):
-        what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no regular file"
-        cause = f"data.tokenizer={show(name)}: {what}"
-        raise UserError.of(cause, "name a folder that has one, or the file itself")
+    if not name.strip() or not os.path.isfile(found):
+        what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no file"
+        cause = f"data.tokenizer={show(name)}: neither gpt2 nor bytes, and {what} (looked in {Path.cwd()})"
+        raise UserError.of(cause, "data.tokenizer=gpt2, bytes, or FOLDER with a tokenizer.json")
     return found
 
 
@@ -109,7 +105,7 @@ def refused(path: Path, why: str) -> UserError:
 
 
 @lru_cache(maxsize=64)
-def _looked_at(path: Path, mtime_ns: int, size: int) -> int:
+def _count_ids(path: Path, mtime_ns: int, size: int) -> int:
     """Return the number of ids of a file, which is read once for each of its contents."""
     described = describe(path, read(path))
     if described.kind == "tokenizer.json" and find_spec("tokenizers") is None:
@@ -120,8 +116,9 @@ def _looked_at(path: Path, mtime_ns: int, size: int) -> int:
 def _json(path: Path, content: dict[str, Any]) -> Described:
     vocabulary = content["model"]["vocab"]
     known = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()  # a list: of Unigram
-    added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or [] if token["special"]}
-    every = [*known, *added.values(), *(token["id"] for token in content.get("added_tokens") or [])]
+    tokens = content.get("added_tokens") or []
+    added = {str(token["content"]): token["id"] for token in tokens if token["special"]}
+    every = [*known, *(token["id"] for token in tokens)]
     if not every or any(type(i) is not int or not 0 <= i < _MOST_IDS for i in every):
         raise ValueError("its ids are not whole numbers from 0 on")
     name = next((name for name in SEPARATORS if name in added), None) or _eos_token(path)
@@ -142,14 +139,8 @@ def _eos_token(path: Path) -> str | None:
 
 
 def _ranks(path: Path, content: bytes) -> Described:
-    ranks: dict[bytes, int] = {}
-    for line in content.splitlines():
-        if line:
-            token, rank = line.split()
-            try:
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except binascii.Error:
-                raise ValueError("no base64") from None
+    pairs = [line.split() for line in content.splitlines() if line]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([value]) not in ranks for value in range(256)):
         raise ValueError("its ranks are not those of all bytes and their merges")
     return Described(path, "llama3", len(ranks) + SPECIAL, len(ranks) + 1, ranks)

@@ -114,7 +114,7 @@ def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
         elif not files:
             problems.append(Problem(reasons[matches[0]]))
         for path in files:
-            found.setdefault(disk.real_path(path), path)
+            found.setdefault(str(path.resolve()), path)
     empty = {path for path in found.values() if path.stat().st_size == 0}
     if empty:
         log.warning("data: %d files are empty and are skipped, such as %s", len(empty), min(empty))

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from gpt2_fp8.config import disk, mixture
+from gpt2_fp8.config import mixture
 from gpt2_fp8.config.data_schema import (
     FileOrHubData,
     FilesData,
@@ -165,7 +165,7 @@ def join_corpora(parts: list[Part], corpora: list[Corpus]) -> Corpus:
 
 def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
     """Compare what all sources train on with what they validate with. Raises UserError for each file of both."""
-    real = cache(disk.real_path)
+    real = cache(lambda path: str(Path(path).resolve()))
     held: dict[tuple[str, str], dict[str, Unit]] = {}  # of each file, by source: the first unit that is held out
     for unit in sorted(held_out, key=lambda unit: unit.start):
         held.setdefault((real(unit.path), unit.version), {}).setdefault(unit.source, unit)

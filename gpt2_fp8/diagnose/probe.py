@@ -17,7 +17,7 @@ from typing import Any
 
 from gpt2_fp8 import __version__, compose
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.diagnose.facts import Disk, Facts, Step
+from gpt2_fp8.diagnose.rules import Disk, Facts, Step
 from gpt2_fp8.measure import subprocesses
 from gpt2_fp8.measure.case import Case, measure
 
@@ -81,6 +81,7 @@ def _host() -> dict[str, Any]:
     fields = "--query-gpu=name,compute_cap,driver_version"
     listed, error = _output("nvidia-smi", fields, "--format=csv,noheader,nounits")
     rows = [line.split(", ") for line in listed.splitlines() if line.count(", ") == 2] if error is None else []
+    header = Path(sysconfig.get_path("include")) / "Python.h"
     newest = re.search(r"CUDA(?: UMD)? Version:\s*([\d.]+)", _output("nvidia-smi")[0] if rows else "")
     return {
         "gpt2_fp8": __version__,
@@ -88,13 +89,16 @@ def _host() -> dict[str, Any]:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "container": any(Path(name).exists() for name in ("/.dockerenv", "/run/.containerenv", "/.singularity.d")),
-        "shared_memory": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
         "driver": rows[0][2].strip() if rows else None,
         "driver_cuda": newest[1] if newest else None,
         "driver_error": error,
         "on_bus": _on_bus(),
         "gpus": [(name, capability) for name, capability, _ in rows],
-        "tools": _tools(),
+        "tools": {  # that compile Triton's kernels and Transformer Engine
+            "cc": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
+            "c++": shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
+            "Python.h": str(header) if header.is_file() else None,
+        },
         "disks": dict(_disks()),
         "environment": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
     }
@@ -112,22 +116,12 @@ def _output(*command: str) -> tuple[str, str | None]:
 
 
 def _on_bus() -> bool:
-    """Return whether a display controller of NVIDIA is on the PCI bus."""
+    """Return whether an NVIDIA display controller is on the PCI bus."""
     with suppress(OSError):
         for device in Path("/sys/bus/pci/devices").glob("*"):
             if (device / "vendor").read_text() == "0x10de\n" and (device / "class").read_text().startswith("0x03"):
                 return True
     return False
-
-
-def _tools() -> dict[str, str | None]:
-    """Return the paths of what compiles Triton's kernels and Transformer Engine."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return {
-        "cc": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
-        "c++": shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
-        "Python.h": str(header) if header.is_file() else None,
-    }
 
 
 def _version(name: str) -> str | None:

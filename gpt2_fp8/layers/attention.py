@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.compat.flash_attn import flash_backward, why_no_flash
 from gpt2_fp8.compat.torch_private import cudnn_attention
-from gpt2_fp8.config.block_spec import Heads
-from gpt2_fp8.config.model_checks import cudnn_takes
+from gpt2_fp8.config.block_spec import Heads, cudnn_takes
 from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference, te
 

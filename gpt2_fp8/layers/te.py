@@ -143,7 +143,7 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part]
 class Attention(reference.Attention):
     """Causal attention with the kernel that TE chooses, in bf16: FP8 gains nothing with heads of 64.
 
-    On Hopper that is cuDNN's for the heads that `config.model_checks.cudnn_takes`.
+    On Hopper that is cuDNN's for the heads that `config.block_spec.cudnn_takes`.
 
     `kernel`: another than "auto" and "te" is torch's, as `reference.Attention` has it.
 

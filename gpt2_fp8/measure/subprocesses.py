@@ -39,68 +39,50 @@ class Ended:
 def run(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
     """Run `module` on a request of plain JSON values.
 
-    `log`: where its output is kept, if that can be written. Raises KeyboardInterrupt, and no error of the child. The
-    child and its children are gone in either case.
+    `log`: where its output is kept. Raises KeyboardInterrupt, and no error of the child. The child and its children are
+    gone in either case.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
             folder = Path(name)
             (folder / "request").write_text(json.dumps(request))
-            with _opened(log or folder / "log", folder / "log") as output:
+            with _opened(log, folder / "log") as output:
                 return _run(module, folder, timeout_s, output)
     except OSError as error:  # a full disk
         return Ended(status="failed", message=one_line(f"could not be run: {error}"))
 
 
 def _run(module: str, folder: Path, timeout_s: float, output: IO[str]) -> Ended:
-    command = [sys.executable, "-X", "faulthandler", "-m", __name__]
-    command += [str(os.getpid()), module, str(folder / "answer")]
+    command = [sys.executable, "-X", "faulthandler", "-m", __name__, str(os.getpid())]
+    command += [module, str(folder / "answer")]
+    places = [str(Path(__file__).parents[2]), *registry.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # a checkout need not be installed, and the child can import the modules that were imported as plugins
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     with (folder / "request").open() as stdin:
         child = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_environment(),
+            command, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
     code = None
     try:
         with suppress(subprocess.TimeoutExpired):
             code = child.wait(timeout_s)
     finally:
-        _kill_group(child.pid)
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     late = f"took longer than {timeout_s:g} seconds" if code is None else None
-    if (answer := _answered(folder)) is not None:
-        return Ended(status="ok", answer=answer, message=late)
+    with suppress(OSError, ValueError):  # it wrote nothing, or not all
+        return Ended(status="ok", answer=json.loads((folder / "answer").read_text()), message=late)
     if code is None:
         return Ended(status="timed out", message=late)
     return Ended(status="failed", message=_reason(code, output))
 
 
-def _answered(folder: Path) -> Any:
-    """Return what the child wrote; None if that is nothing, or not complete."""
-    try:
-        return json.loads((folder / "answer").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _opened(log: Path, instead: Path) -> IO[str]:
+def _opened(log: Path | None, instead: Path) -> IO[str]:
     """Open a log for writing and reading; open `instead` if it cannot be written, as in a deleted folder."""
     with suppress(OSError):
-        return log.open("w+", errors="replace")
+        return (log or instead).open("w+", errors="replace")
     return instead.open("w+", errors="replace")
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, with this package and its plugins' folders on PYTHONPATH.
-
-    So a checkout need not be installed, and the child can import the modules that were imported as plugins.
-    """
-    places = [str(Path(__file__).parents[2]), *registry.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def one_line(error: object, limit: int = 200) -> str:
@@ -119,16 +101,11 @@ def _reason(code: int, output: IO[str]) -> str:
     return one_line(lines[-1]) if lines else f"ended with exit code {code} and without a word"
 
 
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
-        os.killpg(leader, signal.SIGKILL)
-
-
 def _die_with(parent: int) -> None:
     """End this process and its children once the parent is gone."""
     while os.getppid() == parent:
         time.sleep(1)
-    _kill_group(os.getpgrp())
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

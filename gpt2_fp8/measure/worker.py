@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -50,19 +49,10 @@ def versions() -> dict[str, str]:
     with suppress(metadata.PackageNotFoundError):
         found["lightning"] = metadata.version("lightning")
     found |= library_versions()
-    if driver := _driver():
-        found["driver"] = driver
-    return found
-
-
-def _driver() -> str | None:
-    """Return the NVIDIA driver's version; None if it is not known."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return next(iter(subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()), None)
-    return None
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
+        found["driver"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()[0]
+    return found
 
 
 def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
@@ -75,18 +65,14 @@ def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
     return step
 
 
-def _refused(error: UserError, known: dict[str, Any]) -> Result:
-    message, remedy = map("; ".join, zip(*error.problems, strict=True))
-    return Result(status="refused", message=message, remedy=remedy, **known)
-
-
 def run(case: Case) -> Result:
     """Measure a case in this process."""
     known: dict[str, Any] = {"versions": versions()}
     try:
         _measure(case, known)
     except UserError as error:
-        return _refused(error, known)
+        message, remedy = ("; ".join(getattr(one, of) for one in error.problems) for of in ("cause", "remedy"))
+        return Result(status="refused", message=message, remedy=remedy, **known)
     except Exception as error:
         traceback.print_exc()
         if is_out_of_memory(error):

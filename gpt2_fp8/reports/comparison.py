@@ -5,14 +5,15 @@ Figures are rows of plain values: nats a token, seconds, GiB, shares of 1. `rela
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2_fp8.reports import curves, spread
+from gpt2_fp8.reports import curves
 from gpt2_fp8.reports.curves import Array
 from gpt2_fp8.reports.runs import COMPLETED, Condition, Run
 
@@ -22,6 +23,8 @@ GOOD, WORSE, UNDECIDED = "as good", "worse", "undecided"
 _MOST_POINTS = 1_000  # of a mean curve, on which the time to a loss is found
 Row = dict[str, Any]
 Seeds = Sequence[Sequence[str]]  # of a condition and of the base
+CONFIDENCE = 0.95
+_ANGLES = 400_001  # points of an integral
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +85,17 @@ def losses(side: Side, found: Comparison) -> Iterator[Row]:
     of["training"] = lambda run: _training(found)(run, found.tokens)
     for kind, loss in of.items():
         own, base = ({seed: float(value) for seed, value in each.by_seed(loss).items()} for each in (side, found.base))
-        mean, beside = spread.spread(list(own.values())), spread.spread(list(base.values()))
-        row = name | {"loss": kind, "mean": mean.mean, "deviation": mean.deviation}
+        values, others = list(own.values()), list(base.values())
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        row = name | {"loss": kind, "mean": float(np.mean(values)), "deviation": deviation}
         if side is not found.base:
-            difference, scale = spread.welch(mean.values, beside.values), beside.mean
+            difference, scale = welch(values, others), float(np.mean(others))
             bounds = {"relative_low": difference.low, "relative_high": difference.high}
             row |= {"above_base": difference.value, "relative": difference.value / scale}
             row |= {key: None if bound is None else bound / scale for key, bound in bounds.items()}
             if len(pairs := [seed for seed in own if seed in base]) > 1:
-                paired = spread.paired([own[seed] for seed in pairs], [base[seed] for seed in pairs])
-                row |= {"paired": paired.value, "paired_error": paired.error}
+                differences = paired([own[seed] for seed in pairs], [base[seed] for seed in pairs])
+                row |= {"paired": differences.value, "paired_error": differences.error}
         yield row
 
 
@@ -161,6 +165,19 @@ def verdict(side: Side, found: Comparison) -> Row:
     return judged(answer, f"{told}, 95 % interval {low:+.2%} to {high:+.2%}, limit {WITHIN:.0%}")
 
 
+def describe_runs(side: Side) -> Row:
+    """Return what the runs of a condition are, and how they have ended."""
+    runs = side.condition.runs
+    return {
+        "condition": side.condition.name,
+        "seeds": ", ".join(dict.fromkeys(str(run.settings.get("seed")) for run in runs)),
+        "layers": runs[0].layers,
+        "steps": ", ".join(f"{steps:,}" for steps in sorted({run.steps for run in runs})),
+        "status": ", ".join(dict.fromkeys(run.status for run in runs)),
+        "events": ", ".join(f"{times} {what}" for run in runs for what, times in run.trouble.items()),
+    }
+
+
 def notes(found: Comparison) -> Iterator[str]:
     """Yield what a reader must know before believing a figure."""
     for side in found.sides:
@@ -203,3 +220,53 @@ def _jackknife(kept: list[list[str]], of: Callable[[Seeds], Array]) -> tuple[flo
     ratios = [np.array([each[:2, 0] / each[:2, 1] for each in map(of, group)]) for group in without]
     tokens, seconds = np.sqrt(sum((len(each) - 1) * each.var(axis=0) for each in ratios)).tolist()
     return tokens, seconds
+
+
+# ---- statistics over seeds -------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """A difference of means. What is uncertain is None if a side has a single run."""
+
+    value: float
+    error: float | None = None  # standard error
+    low: float | None = None  # the two-sided confidence interval
+    high: float | None = None
+    above: float | None = None  # the one-sided upper bound
+
+
+def welch(values: Sequence[float], base: Sequence[float]) -> Difference:
+    """Return the mean of `values` minus that of `base`; each side has its own variance (Welch, Biometrika 34, 1947)."""
+    value = float(np.mean(values) - np.mean(base))
+    if min(len(values), len(base)) < 2:
+        return Difference(value)
+    parts = [(float(np.var(side, ddof=1)) / len(side), len(side) - 1) for side in (values, base)]
+    square = sum(part for part, _ in parts)
+    freedom = square**2 / sum(part**2 / count for part, count in parts) if square else 1.0
+    return _bounded(value, math.sqrt(square), freedom)
+
+
+def paired(values: Sequence[float], base: Sequence[float]) -> Difference:
+    """Return the mean difference of values that belong together pair by pair: the same seed on both sides."""
+    each = [one - other for one, other in zip(values, base, strict=True)]
+    if len(each) < 2:
+        return Difference(float(np.mean(each)))
+    return _bounded(float(np.mean(each)), float(np.std(each, ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
+
+
+def _bounded(value: float, error: float, freedom: float) -> Difference:
+    two, one = (error * student(p, freedom) for p in ((1 + CONFIDENCE) / 2, CONFIDENCE))
+    return Difference(value, error, value - two, value + two, value + one)
+
+
+@functools.cache
+def student(probability: float, freedom: float) -> float:
+    """Return the quantile of Student's t: `student(0.95, 5)` is 2.015. `probability` is in (0, 1), `freedom` >= 1.
+
+    It is integrated here: scipy is a large package for one function. With t = sqrt(n) tan(a), the density for n degrees
+    of freedom is proportional to cos(a)^(n - 1) on -pi/2 < a < pi/2.
+    """
+    angles = np.linspace(-math.pi / 2, math.pi / 2, _ANGLES)
+    heights = np.cos(angles).clip(0) ** (freedom - 1)
+    sums = np.concatenate([[0], np.cumsum((heights[1:] + heights[:-1]) / 2)])
+    return math.sqrt(freedom) * math.tan(float(np.interp(probability, sums / sums[-1], angles)))

@@ -6,21 +6,18 @@ Texts of a run's folder may be a stranger's: they are escaped here.
 from __future__ import annotations
 
 import base64
-import html
 import io
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from string import Template
 from typing import Any, NamedTuple
 
-from gpt2_fp8.config.shown import line
+from markdown_it import MarkdownIt
+
+from gpt2_fp8.config.shown import inert, line, table
 from gpt2_fp8.reports.comparison import Comparison, mean_curve
 
 Row = Mapping[str, str]
-_LONGEST = 120  # characters of a cell
-_NUMBER = re.compile(r"[-+]?[\d.,]+%?")
-_MARKUP = re.compile(r"([\\`*\[\]<|])")
 _MOST = 10  # conditions: the colours of one cycle
 _POINTS = 200  # of a curve
 # Of lines that coincide, the one below shows through the gaps of the next.
@@ -40,7 +37,6 @@ img { width: 100%; background: #fff; }
 </style>
 </head>
 <body>
-<h1>$title</h1>
 $body
 </body>
 </html>
@@ -66,41 +62,12 @@ def markdown(title: str, sections: Sequence[Section], picture: str | None) -> st
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def page(title: str, sections: Sequence[Section], picture: bytes | None) -> str:
-    """Return a report as an HTML page without scripts. `picture`: a PNG, or None."""
-    parts = []
-    for section in sections:
-        parts += [f"<h2>{section.title}</h2>", *(f"<p>{html.escape(line(told))}</p>" for told in section.sentences)]
-        titles, rows = _columns(section.rows)
-        lines = [("th", titles), *(("td", row) for row in rows)] if titles else []
-        told = ["".join(f"<{tag}>{html.escape(line(cell, _LONGEST))}</{tag}>" for cell in row) for tag, row in lines]
-        parts += ["<table>", *(f"<tr>{cells}</tr>" for cells in told), "</table>"] if told else []
+def page(title: str, text: str, picture: bytes | None) -> str:
+    """Return a report in Markdown as an HTML page without scripts. `picture`: a PNG, or None."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     if picture is not None:
-        parts.append(f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">')
-    return _PAGE.substitute(title=title, body="\n".join(parts))
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Return rows as a Markdown table of aligned columns; those without any text are left out."""
-    titles, cells = _columns(rows)
-    lines = [[inert(cell) for cell in row] for row in (titles, *cells)]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    right = [all(_NUMBER.fullmatch(row[place]) for row in cells if row[place]) for place in range(len(titles))]
-    rule = ["-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))} |"
-        for row in ((lines[0], rule, *lines[1:]) if titles else ())
-    )
-
-
-def inert(cell: str, longest: int = _LONGEST) -> str:
-    """Return a text on one line, which Markdown shows as it is and a terminal does not obey."""
-    return _MARKUP.sub(r"\\\1", line(cell, longest))
-
-
-def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    titles = [t for t in dict.fromkeys(key for row in rows for key in row) if any(row.get(t) for row in rows)]
-    return titles, [[row.get(title, "") for title in titles] for row in rows]
+        body += f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+    return _PAGE.substitute(title=title, body=body)
 
 
 def comparison(found: Comparison) -> bytes | None:

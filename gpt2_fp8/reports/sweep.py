@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.shown import as_typed, meant
+from gpt2_fp8.config.shown import as_typed, table
 from gpt2_fp8.reports import render, runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -72,17 +73,17 @@ def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
     """Write the files into `folder`; yield what to print, the table before anything is written. Raises OSError."""
     counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
     count = f"{len(jobs):,} {'job' if len(jobs) == 1 else 'jobs'}: {counts}"
-    rows, keys, forms = table(jobs), varied(jobs), {column: form for column, _, form in _FIGURES}
+    rows, keys, forms = job_rows(jobs), varied(jobs), {column: form for column, _, form in _FIGURES}
     shown = [{key: format(cell, forms.get(key, "") if cell != "" else "") for key, cell in row.items()} for row in rows]
     more = f"\n{len(jobs) - MOST_LINES:,} more jobs: in sweep.csv" if len(jobs) > MOST_LINES else ""
-    yield f"\nSweep of {count}\n\n{render.table(shown[:MOST_LINES])}{more}\n"
+    yield f"\nSweep of {count}\n\n{table(shown[:MOST_LINES])}{more}\n"
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     durable.write_text(folder / "sweep.csv", file.getvalue())
     told = f"{count}. Losses in nats a token; best first, by the best validation loss."
-    durable.write_text(folder / "sweep.md", f"{told}\n\n{render.table(shown)}\n")
+    durable.write_text(folder / "sweep.md", f"{told}\n\n{table(shown)}\n")
     drawn = [(place, job, job.best) for place, job in enumerate(jobs) if job.best is not None][:MOST_LINES]
     labels = [", ".join(column[place] for column in keys.values()) or job.folder for place, job, _ in drawn]
     final = [job.figures.get("val_loss", best) for _, job, best in drawn]
@@ -102,7 +103,7 @@ def varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
     return {key: values for key, values in columns.items() if len(set(map(meant, values))) > 1}
 
 
-def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def job_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return a row for each job, with numbers unrounded. What is unknown is empty."""
     keys = varied(jobs)
     return [
@@ -110,6 +111,15 @@ def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
          **{column: job.figures.get(column, "") for column, *_ in _FIGURES}, "note": job.message}
         for place, job in enumerate(jobs)
     ]  # fmt: skip
+
+
+def meant(value: str) -> str | float:
+    """Return what typed values are compared by: of a number, which may be written in several ways, its value."""
+    for kind in (int, float):  # exactly, also where a float has too few digits
+        with suppress(ValueError):
+            if math.isfinite(number := kind(value)):
+                return number
+    return value
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:

@@ -45,7 +45,7 @@ def train(
         if ranks.is_first_rank() and not config.trainer.fast_dev_run:
             held.enter_context(lock_run(folder))
             if config.ckpt_path is None and (words or typed) and (found := disk.check_untaken(folder)):
-                raise UserError(finding.problem for finding in found)  # since the command line was checked
+                raise UserError(found)  # since the command line was checked
         end = RunEnd(config, folder, here, words, typed)
         try:
             fit = import_training()

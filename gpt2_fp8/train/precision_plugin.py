@@ -222,5 +222,5 @@ def _built(kind: type[Any], values: dict[str, Any]) -> Any:
     """Return the checked settings. Raises UserError with every problem."""
     made, found = parsing.build(kind, values)
     if made is None:
-        raise UserError([Problem(finding.problem.cause) for finding in found])
+        raise UserError([Problem(problem.cause) for problem in found])
     return made

@@ -61,11 +61,10 @@ class Length(NamedTuple):
     epoch_ends: list[int]  # the last step of each epoch, if `callbacks.keep_epochs` asks for their checkpoints
 
 
-def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = False) -> Length:
+def resolve_length(config: RunConfig, typed: Container[str] = ()) -> Length:
     """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted, on each rank.
 
-    A warm-up that is not among the keys `typed` is fitted to that number. What was typed and does not fit is refused,
-    unless it is only `drawn`.
+    A warm-up that is not among the keys `typed` is fitted to that number. What was typed and does not fit is refused.
     """
     tokens, kept_ends = None, []
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
@@ -73,9 +72,8 @@ def resolve_length(config: RunConfig, typed: Container[str] = (), drawn: bool = 
         before, config = config.optim, run_length.fit_schedule(config, typed, tokens)
         for line in run_length.describe_schedule(before, config):
             log.info(line)
-        allowed = list(run_length.misfits(config, tokens)) if drawn else []
-        if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:
-            raise UserError(finding.problem for finding in found)
+        if found := list(run_length.check(config, tokens)):
+            raise UserError(found)
         ends = run_length.epoch_ends(config, tokens)
         shown = ", ".join(map(str, ends if len(ends) <= 5 else [*ends[:3], "...", ends[-1]]))
         when = f"they end at the steps {shown}" if ends else "none ends within this run"

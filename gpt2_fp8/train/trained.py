@@ -83,7 +83,7 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
     config, found = parsing.build(RunConfig, _upgrade(checkpoint[KEY], path))
     if config is None:
         cause = f"{path} holds a configuration that is not valid"
-        raise CheckpointError([Problem(f"{cause}: {finding.problem.cause}") for finding in found])
+        raise CheckpointError([Problem(f"{cause}: {problem.cause}") for problem in found])
     return replace(config, init_from=None, ckpt_path=None)
 
 

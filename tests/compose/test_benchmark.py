@@ -1,16 +1,15 @@
 """The benchmark's command line: which cases it comes to, and what it refuses before torch is imported."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import compose
-from gpt2_fp8.compose.benchmark import defaults, preflight
+from gpt2_fp8.compose.benchmark import BenchConfig, defaults, preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import meanings
-from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.measure.case import Case, Result
-from gpt2_fp8.measure.table import Measured, case_rows, text
+from gpt2_fp8.measure.record import Measured, case_rows
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +41,6 @@ def test_without_a_word():
     assert cases() == [("gpt2", 64, "bf16", None), ("gpt2", 64, "fp8_hybrid", "delayed")]
     assert {model for model, *_ in cases(gpu=False)} == {"tiny"}
     assert cases("trainer=cpu") == cases(gpu=False)
-
-
-def test_transformer_engines_attention_is_for_the_layers_that_have_it():
-    _, configs = preflight(["attention=te"], True)
-    assert [config.attention for config in configs] == ["auto", "te"]
-    assert list(problems("attention=te", "bench.precision=bf16")) == [
-        "attention=te: no case of this benchmark has this key"
-    ]
 
 
 def test_all_combinations_and_a_recipe_only_where_there_is_one():
@@ -104,13 +95,6 @@ def test_a_runs_keys_hold_for_the_cases_that_have_them():
     )
 
 
-def test_a_case_is_what_a_run_would_be():
-    (bf16, fp8), (run,) = preflight(["seed=3"], True)[1], compose.preflight(["model=gpt2", "seed=3", "run_name=x"])
-    assert fp8.optim == run.optim
-    assert fp8.data == run.data == bf16.data
-    assert fp8.precision == run.precision
-
-
 REFUSED = (
     "model=gpt2",
     "trainer.max_steps=8",
@@ -152,11 +136,63 @@ def test_all_problems_at_once():
     assert len(problems("bench.modl=x", "bench.model=gpt3", "bench.steps=a", "seed=x", "model=tiny", "--foo=1")) == 6
 
 
-def test_an_optimizer_holds_for_every_case_and_is_shown():
-    _, configs = preflight(["optimizer=muon", "optimizer.matrix_lr=0.5", "bench.precision=[bf16,fp8_hybrid]"], True)
-    assert {(config.optimizer.name, config.optimizer.matrix_lr) for config in configs} == {("muon", 0.5)}
-    result = Result(status="ok")
-    cases = [Measured(Case(config=config, steps=1, warmup=0), result) for config in configs]
-    assert [row["optimizer"] for row in case_rows(cases)] == ["muon"] * len(configs)
-    plain = Measured(Case(config=preflight([], True)[1][0], steps=1, warmup=0), result)
-    assert "optimizer" not in text(case_rows([plain])), "a column without values is left out"
+# ---- `bench.rows`: a file of rows instead of combinations ------------------------------------------------------------
+
+
+def rows(text, *words, gpu=True):
+    Path("rows.txt").write_text(text)
+    return preflight(["bench.rows=rows.txt", *words], gpu)[1]
+
+
+def row_problems(text, *words):
+    Path("rows.txt").write_text(text)
+    return problems("bench.rows=rows.txt", *words)
+
+
+def test_each_row_is_a_run_of_its_own_words_and_no_baseline_is_added():
+    text = "# what\n\nfirst: precision=bf16 compile=false attention=math\n"
+    text += "small, FP8: precision=fp8_hybrid micro_batch_size=8 # x\n"
+    first, second = rows(text, "bench.micro_batch_size=16", "model.n_positions=512")
+    assert [c.notes for c in (first, second)] == ["first", "small, FP8"]
+    assert (first.precision.name, first.compile, first.attention, first.micro_batch_size) == ("bf16", False, "math", 16)
+    assert (second.precision.name, second.micro_batch_size, second.model.n_positions) == ("fp8_hybrid", 8, 512)
+    assert first.global_batch_size * 512 == second.global_batch_size * 512 == 131_072, "the same step"
+
+
+WRONG = {
+    "no colon here": "line 1: it has no name before a colon",
+    "a: seed=1\na: seed=2": "line 2: a row above has the name a",
+    "a: 'seed=1": "line 1: No closing quotation",
+    "": "bench.rows=rows.txt holds no row",
+    "a: precision=fp99": "bench.rows, a: precision=fp99: there is no such choice",
+    "a: seed=1,2": "bench.rows, a: seed=1,2 is several values",
+    "a: run_name=x": "bench.rows, a: run_name=x: this changes nothing of what is measured",
+    "a: trainer.max_steps=5": "bench.rows, a: trainer.max_steps=5: the benchmark has a key of its own",
+    "a: trainer=ddp": "bench.rows, a: the benchmark measures one device",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_with_a_row_is_told_with_its_place(text):
+    told = row_problems(text)
+    assert any(WRONG[text] in cause for cause in told), told
+
+
+@pytest.mark.parametrize("word", ["bench.precision=bf16", "bench.baseline=true"])
+def test_keys_that_rows_replace_are_refused(word):
+    (cause,) = row_problems("a: seed=1", word)
+    assert cause.startswith(f"{word.partition('=')[0]}: ")
+
+
+def test_the_ratios_are_to_the_first_row_and_to_the_row_before():
+    every = [
+        Measured(Case(config=config, steps=2, warmup=1), Result(status="ok", ran="bf16", tokens_per_second=rate))
+        for config, rate in zip(
+            rows("a: precision=bf16\nb: precision=bf16\nc: precision=bf16"), (100.0, None, 250.0), strict=True
+        )
+    ]
+    shown = case_rows(every)
+    assert [(row["row"], row["x first"], row["x before"], row["x bf16"]) for row in shown] == [
+        ("a", "1.000", "", ""), ("b", "", "", ""), ("c", "2.500", "", ""),
+    ]  # fmt: skip
+    assert case_rows([every[0], every[2]])[1]["x before"] == "2.500"

@@ -123,11 +123,6 @@ def test_help_is_hydras(line):
     assert read(line.split()).shows
 
 
-@pytest.mark.parametrize("line", ["", "seed=1", "-m seed=1,2", "-cd x", "-cn config", "--info=x", "--foo", "help=1"])
-def test_a_run_is_no_help(line):
-    assert not read(line.split()).shows
-
-
 def test_nothing_stays_behind():
     resolvers = OmegaConf.has_resolver("hydra")
     for argv in (["seed=1"], ["-m", "run_name=${hydra:job.num}x", "hydra.sweep.dir=s", "seed=1,2"]):
@@ -138,21 +133,6 @@ def test_nothing_stays_behind():
     assert not GlobalHydra.instance().is_initialized()
     assert resolvers is not None
     assert os.listdir() == []
-
-
-def test_inside_a_running_job_hydra_keeps_its_state(monkeypatch):
-    folders = []
-
-    def job(_):
-        before = HydraConfig.get().runtime.output_dir
-        preflight(["seed=2"])
-        folders.append((before, HydraConfig.get().runtime.output_dir, GlobalHydra.instance().is_initialized()))
-
-    monkeypatch.setattr(sys, "argv", ["run", "run_name=x"])
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
-    ((before, after, initialized),) = folders
-    assert before == after
-    assert initialized
 
 
 PROBE = """

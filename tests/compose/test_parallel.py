@@ -7,7 +7,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import launchers, preflight
+from gpt2_fp8.compose import preflight, sweeps
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.runtime import gpu_locks
 from tests.runtime.test_ranks import SRUN, TORCHRUN
@@ -64,7 +64,7 @@ def test_jobs_at_a_time_and_their_threads(asked, gpus, at_once, threads, monkeyp
     launcher = LAUNCHER | {"n_jobs": asked["n_jobs"]}
     config = OmegaConf.create({"hydra": {"launcher": launcher}, "trainer": {"accelerator": asked["accelerator"]}})
     OmegaConf.set_readonly(config, True)
-    launchers.begin_joblib(config, tmp_path, None if asked["jobs"] is None else [["seed=1"]] * asked["jobs"])
+    sweeps.begin_joblib(config, tmp_path, None if asked["jobs"] is None else [["seed=1"]] * asked["jobs"])
     assert (config.hydra.launcher.n_jobs, os.environ["OMP_NUM_THREADS"]) == (at_once, str(threads))
     assert ("GPU" in capsys.readouterr().out) == (gpus != "" and asked["accelerator"] != "cpu")
 

@@ -29,8 +29,8 @@ def test_the_launchers_number(torchrun, words):
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["trainer.devices=2"], "trainer.devices=2, and torchrun has started 4"),
-        (["trainer.num_nodes=3"], "trainer.num_nodes=3, and torchrun has started 2"),
+        (["trainer.devices=2"], "trainer.devices=2: torchrun has started 4"),
+        (["trainer.num_nodes=3"], "trainer.num_nodes=3: torchrun has started 2"),
         (["global_batch_size=12"], "a step of 12 sequences does not divide into forward passes of"),
         (["micro_batch_size=16"], "a step of 16 sequences does not divide into forward passes of 16 on each of 8"),
     ],

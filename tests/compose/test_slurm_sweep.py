@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import Purpose, launchers, preflight
+from gpt2_fp8.compose import Purpose, preflight, sweeps
 from gpt2_fp8.compose.composition import open_catalog
 from gpt2_fp8.config import errors
 
@@ -106,20 +106,20 @@ def submitted(folder: Path, *names, done=()):
 
 
 def test_what_goes_on_is_named(tmp_path):
-    assert launchers.describe_left(tmp_path) is None
+    assert sweeps.describe_left(tmp_path) is None
     submitted(tmp_path, "7_0", "7_1", "8", done=("7_0",))
-    told = launchers.describe_left(tmp_path)
+    told = sweeps.describe_left(tmp_path)
     assert told is not None
     assert "`scancel 7 8` ends them" in told
     submitted(tmp_path / "b", "9_0", done=("9_0",))
-    assert launchers.describe_left(tmp_path / "b") is None
+    assert sweeps.describe_left(tmp_path / "b") is None
 
 
 def test_only_submitits_errors_are_a_lost_job():
     from submitit.core.utils import UncompletedJobError
 
-    end = launchers.as_run_error(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
+    end = sweeps.as_run_error(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
     assert end is not None
     assert end.exit_code == 1
     assert str(end).splitlines()[0] == "error: Job 3 has not produced any output more"
-    assert launchers.as_run_error(ValueError("x")) is None
+    assert sweeps.as_run_error(ValueError("x")) is None

@@ -1,4 +1,4 @@
-"""The limits of a run, and the steps that they come to."""
+"""The limits of a run, the steps that they come to, and the share of a process in a step."""
 
 from dataclasses import replace
 
@@ -69,5 +69,25 @@ def test_what_is_counted_late_is_checked_late(tiny):
     asked = limited(tiny, max_epochs=1)
     assert list(run_length.check(asked)) == []
     assert list(run_length.check(asked, 5 * STEP)) == []
-    (finding,) = run_length.check(asked, 4 * STEP)
-    assert "trainer.max_epochs=1, optim.warmup_steps=5: the warm-up is longer" in finding.problem.cause
+    (found,) = run_length.check(asked, 4 * STEP)
+    assert "trainer.max_epochs=1, optim.warmup_steps=5: the warm-up is longer" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("whole", "micro", "processes", "expected"),
+    [
+        (16, 16, 1, 16), (16, 16, 2, 8), (16, 16, 4, 4), (16, 4, 4, 4), (24, 8, 2, 6), (16, 16, 3, 16),
+        (512, 64, 16, 32), (16, "auto", 4, "auto"), (7, 7, 7, 1),
+    ],
+)  # fmt: skip
+def test_it_divides_the_share(whole, micro, processes, expected):
+    (config,) = preflight(["trainer=cpu"])
+    config = replace(config, global_batch_size=whole, micro_batch_size=micro)
+    lowered = run_length.fit_micro_batch(config, processes, ())
+    assert lowered.micro_batch_size == expected
+    assert len(list(run_length.describe_micro_batch(config, lowered))) == (expected != micro)
+
+
+def test_what_was_typed_is_kept():
+    (config,) = preflight(["trainer=cpu"])
+    assert run_length.fit_micro_batch(config, 4, {"micro_batch_size"}) is config

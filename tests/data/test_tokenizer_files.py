@@ -157,7 +157,9 @@ def base() -> RunConfig:
 
 
 REFUSED = [
+    ("gpt3", "neither gpt2 nor bytes, and it is no file"),
     ("empty", "the folder has no tokenizer.json and no tokenizer.model"),
+    ("/dev/zero", "it is no file"),
     ("gap.model", "its ranks are not those of all bytes"),
     ("endless", "2 special tokens, and none is known to end a document"),
     ("wrong", "'<end>', which ends a document, is none of them"),
@@ -176,5 +178,5 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfi
     name, _, vocab_size = word.partition(" model.vocab_size=")
     data = replace(base.data, tokenizer=name.strip("'").replace("\\t", "\t"))
     model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
-    (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
+    (problem,) = checks.check(replace(base, data=data, model=model))
     assert cause in problem.cause

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from gpt2_fp8.diagnose.child import RUNS
-from gpt2_fp8.diagnose.facts import Disk, Facts, Step
+from gpt2_fp8.diagnose.rules import Disk, Facts, Step
 
 GIB = 2**30
 PLACES = {"outputs": "/work/outputs", "Triton's cache": "/root/.triton/cache", "the temporary folder": "/tmp"}
 H200 = Facts(
     gpt2_fp8="0.1.0", platform="Linux 6.8.0", machine="x86_64", python="3.12.3", container=False,
-    shared_memory=64 * GIB, driver="580.95.05", driver_cuda="13.0", driver_error=None, on_bus=True,
+    driver="580.95.05", driver_cuda="13.0", driver_error=None, on_bus=True,
     gpus=[("NVIDIA H200", "9.0")],
     tools={"cc": "/usr/bin/cc", "c++": "/usr/bin/c++", "Python.h": "/usr/include/python3.12/Python.h"},
     libraries={

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8.diagnose import rules
-from gpt2_fp8.diagnose.facts import Step
+from gpt2_fp8.diagnose.rules import Step
 from tests.diagnose.machines import GB10_CPU_TORCH, GIB, H200, STEPS, cpu, gb10, libraries, runs
 
 NO_TE = runs("Transformer Engine is not there")
@@ -61,13 +61,7 @@ BROKEN = {  # what is said in the first line, the command that mends it
     "backends": (replace(H200, runs=runs("no backend has block sizes like these")), "block sizes like these", None),
 }  # fmt: skip
 WARNED = {
-    "p2p": (
-        replace(TWO, environment={"NCCL_P2P_DISABLE": "1"}),
-        "NCCL",
-        "unset NCCL_P2P_DISABLE",
-    ),
     "no nccl": (replace(TWO, nccl=None), "NCCL", "torch>="),
-    "small shm": (replace(TWO, container=True, shared_memory=2**26), "NCCL", "--ipc=host"),
     "no flash": (replace(H200, libraries=libraries(flash_attn_4=None)), "FlashAttention", '".[fa4]"'),
     "outputs": (disk("outputs", free=GIB), "disk", "cd FOLDER"),
     "bf16 alone": (replace(H200, steps=STEPS | {"bf16": Step(problem="timed out")}), "a step", None),

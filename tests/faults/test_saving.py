@@ -17,6 +17,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import files, find, lock, pointers
+from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, UserError
@@ -319,6 +320,7 @@ import os, sys, threading, torch
 from pathlib import Path
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 folder, how = Path(sys.argv[1]), sys.argv[2]

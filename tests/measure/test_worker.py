@@ -44,10 +44,6 @@ def test_what_it_tells():
     assert result.profile[0].milliseconds == max(kernel.milliseconds for kernel in result.profile)
 
 
-def test_more_steps_than_the_run_has():
-    assert len(worker.run(case("trainer.max_steps=2")).losses) == 5
-
-
 def test_a_fallback_has_its_reason():
     result = worker.run(case("precision=fp8_hybrid"))
     assert (result.status, result.ran) == ("ok", "fp32")
@@ -81,18 +77,6 @@ def test_errors_in_the_middle(error, status, monkeypatch):
     assert result.message
     assert "\n" not in result.message
     assert result.ran == "fp32", "what was known by then"
-
-
-def test_a_lack_of_the_machines_memory_is_told_in_plain_words(monkeypatch):
-    """With torch's own error."""
-
-    def step(self, ids):
-        torch.empty(2**50)
-
-    monkeypatch.setattr(worker.TrainingStep, "__call__", step)
-    result = worker.run(case())
-    assert result.status == "out of memory"
-    assert "allocate" in result.message
 
 
 def test_in_a_process_of_its_own():
@@ -155,10 +139,6 @@ def test_the_step_that_is_profiled_on_a_gpu_follows_another_one(on_gpu):
         *(("a", 0.014, 2), ("b", 0.007, 1), (WAITS, 0.003, 1)),
     ]
     assert [line.share for line in lines] == pytest.approx([14 / 24, 7 / 24, 3 / 24])
-
-
-def test_a_profile_in_which_the_driver_shows_nothing_is_empty(on_gpu):
-    assert of_step(lambda: None, "cuda") == []
 
 
 @pytest.mark.parametrize("name", NAMES)

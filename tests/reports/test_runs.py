@@ -48,12 +48,6 @@ def test_what_cannot_be_read_is_left_out_with_the_reason(spoil, why, tmp_path):
     assert why in line
 
 
-def test_a_folder_that_is_named_twice_is_read_once(tmp_path):
-    run(tmp_path / "a", LOGGED)
-    run(tmp_path / "b", LOGGED)
-    assert len(runs.read([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "b"])[0]) == 2
-
-
 def test_a_condition_is_named_by_as_few_keys_as_tell_it_from_others(tmp_path):
     """Precisions with different backends are told apart by the precision alone; two rates need the rate."""
     for seed in (1, 2):

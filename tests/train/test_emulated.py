@@ -1,9 +1,9 @@
 """What runs in emulated FP8 save. The rest is in test_fp8_layers.py."""
 
 import pytest
-from gpt2_fp8.train.saved_config import from_checkpoint
 
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.train.trained import from_checkpoint
 from tests.runs import checkpoint, train, training_step
 
 pytestmark = pytest.mark.whole

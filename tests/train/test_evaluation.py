@@ -20,7 +20,8 @@ from gpt2_fp8.compose import evaluation
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
-from gpt2_fp8.train import ranking, trained
+from gpt2_fp8.train import evaluation as ranking
+from gpt2_fp8.train import trained
 from gpt2_fp8.train.module import GPT2Module
 from tests.data.tokenizers_made import write_ranks
 from tests.runs import checkpoint, summary, train

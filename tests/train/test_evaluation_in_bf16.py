@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from gpt2_fp8.engine.logits import logits
 
 from gpt2_fp8 import evaluate
+from gpt2_fp8.train import trained
+from gpt2_fp8.train.validation import logits
 from tests.runs import (
     EMULATED_FP8,
     IDS_OF_BYTES,

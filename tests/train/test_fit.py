@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 import torch
-from gpt2_fp8.runtime.sent import Sent
 
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.lane import Batches
+from gpt2_fp8.runtime.moments import Sent
 from gpt2_fp8.train.module import GPT2Module
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, record_steps, summary, train
 

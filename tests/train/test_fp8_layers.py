@@ -6,10 +6,9 @@ FP8 learns what bf16 learns. A run changes its layers and computes a bad step ag
 import math
 
 import pytest
-from gpt2_fp8.fp8.emulated import Emulated
-from gpt2_fp8.fp8.torchao import Torchao
 
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.fp8.plain import Emulated, Torchao
 from tests.runs import checkpoint, metrics, summary, train
 
 pytestmark = pytest.mark.whole

@@ -139,18 +139,24 @@ def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path) -> No
 
 
 REFUSED = [
-    ("Llama 3.2", {"architectures": ["MistralForCausalLM"]}, "['MistralForCausalLM']", "LlamaForCausalLM"),
-    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'", "without it"),
-    ("Llama 3.2", {"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'", "without it"),
-    ("Llama 3.2", {"quantization_config": {"bits": 4}}, "its weights are quantized", "without it"),
-    ("Llama 3.2", {"hidden_size": "gone"}, "its config.json has no hidden_size", "config.json"),
-    ("GPT-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True", "without it"),
-    ("Qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention", "without it"),
+    ("Llama 3.2", {"architectures": ["MistralForCausalLM"]}, "['MistralForCausalLM']"),
+    ("Llama 3.2", {"architectures": "gone", "model_type": "gemma"}, "model_type 'gemma'"),
+    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'"),
+    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ("Llama 3.2", {"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'"),
+    ("Llama 3.2", {"attention_bias": True}, "attention_bias without mlp_bias"),
+    ("Llama 3.2", {"quantization_config": {"bits": 4}}, "its weights are quantized"),
+    ("Llama 3.2", {"hidden_size": "gone"}, "its config.json cannot be read: KeyError('hidden_size')"),
+    ("Llama 3.2", {"hidden_size": "wide"}, "its config.json cannot be read: ValueError("),
+    ("GPT-2", {"activation_function": "relu"}, "activation_function='relu', not 'gelu_new'"),
+    ("GPT-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("Qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("Qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention"),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "cause", "remedy"), REFUSED, ids=[cause for _, _, cause, _ in REFUSED])
-def test_what_no_key_says_is_refused(tmp_path: Path, name: str, changes: Any, cause: str, remedy: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "cause"), REFUSED, ids=[cause for _, _, cause in REFUSED])
+def test_what_no_key_says_is_refused(tmp_path: Path, name: str, changes: Any, cause: str) -> None:
     THEIRS[name]().save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     architecture = {"GPT-2": "GPT2LMHeadModel", "Llama 3.2": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM"}[name]
@@ -160,7 +166,6 @@ def test_what_no_key_says_is_refused(tmp_path: Path, name: str, changes: Any, ca
         hf_config.read_folder(edited(tmp_path, **changes))
     (problem,) = caught.value.problems
     assert cause in problem.cause
-    assert remedy in problem.remedy
 
 
 def test_every_difference_is_told_with_the_word_to_type_and_then_taken(tmp_path: Path) -> None:
@@ -196,11 +201,11 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": weight_map}))
         first.write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
-            hf_import.read_weights(tmp_path, model, IDS)
+            huggingface.read_weights(tmp_path, model, IDS)
         assert named in str(caught.value)
     save_file({"transformer.wte.weight": torch.zeros(IDS, 32, dtype=torch.int32)}, first)
     with pytest.raises(CheckpointError, match="I32"):
-        hf_import.read_weights(tmp_path, model, IDS)
+        huggingface.read_weights(tmp_path, model, IDS)
 
 
 def test_folders_of_pickles_are_refused(tmp_path: Path) -> None:
@@ -215,7 +220,7 @@ def test_a_model_that_no_class_computes_is_not_exported() -> None:
     changes: Any
     for changes in ({"norm": "rms_norm"}, {"bias": False}, {"n_kv_head": 2}):
         with pytest.raises(UserError, match="GPT2LMHeadModel"):
-            hf_export.choose_architecture(replace(CONFIG, vocab_size=IDS, **changes), Path("x"))
+            huggingface.choose_architecture(replace(CONFIG, vocab_size=IDS, **changes), Path("x"))
 
 
 def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path, capsys: Any) -> None:

@@ -7,13 +7,12 @@ import time
 from datetime import datetime
 
 import pytest
-from gpt2_fp8.train.summary import Checkpoints, DivergenceReport, Precision, Summary
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.runtime.slurm import LeftToRankZero, Requeued
-from gpt2_fp8.train.run_end import RunEnd
+from gpt2_fp8.train.run_end import Checkpoints, DivergenceReport, Precision, RunEnd, Summary
 from tests.runs import summary
 
 KEPT = "optim.lr=0.0002 optim.schedule=constant optim.min_lr_ratio=1"
