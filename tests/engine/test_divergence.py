@@ -71,17 +71,6 @@ def test_the_second_time_ends_the_run_whichever_it_is():
         assert it.rollbacks == 1
 
 
-def test_a_checkpoint_to_begin_from_is_older_than_the_trouble():
-    asked = []
-    it = DivergencePolicy(3, 6.0, 4, lambda line: None, lambda step: f"from {asked.append(step)}")
-    with pytest.raises(RollBack):
-        run(it, GOOD, GOOD, BAD, BAD, BAD)
-    it.start_again()
-    with pytest.raises(Diverged, match="; from None"):
-        run(it, GOOD, BAD, BAD, BAD, start=3)
-    assert asked == [3]
-
-
 def test_a_loss_that_stays_high_leads_back_to_before_the_first():
     it = made(patience=4)
     run(it, *noise(200))
