@@ -2,7 +2,7 @@
 
 Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
 changed bit goes unnoticed: `verify` compares the files with them. Version 3 renames keys of the state
-(`load.upgrade`).
+(`files.upgrade`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import files, hf_folder, load, pointers
+from gpt2_fp8.checkpoint import files, hf_folder, pointers
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config import hf_config, mixture, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
@@ -169,7 +169,7 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
     Raises CheckpointError for weights that are damaged, or no weights of the model.
     """
     if not hf_config.is_folder(path):
-        return load.read_weights(path)
+        return files.read_weights(path)
     architecture, _ = hf_config.read_folder(path)
     where = hf_names.places(model, architecture, vocab_size)
     with hf_folder.open_weights(path) as tensors:

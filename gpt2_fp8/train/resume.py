@@ -20,8 +20,7 @@ from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
 from gpt2_fp8.config.shown import counted
-from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.schedule import build_schedule
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import trained

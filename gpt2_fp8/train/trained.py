@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
