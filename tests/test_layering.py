@@ -43,7 +43,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks measure engine fp8 model data compat checkpoint layers kernels runtime config",
-        "torch lightning numpy wandb mlflow yaml",
+        "torch lightning numpy safetensors filelock wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
@@ -66,7 +66,7 @@ HOUSE = {
     "layers": Row("kernels compat config", "torch transformer_engine"),
     "kernels": Row("compat", "torch triton cuda"),
     # a run's files
-    "checkpoint": Row("runtime config", "torch safetensors filelock"),
+    "checkpoint": Row("runtime config", "torch safetensors"),
     # from settings to checked settings, before torch is there
     "compose": Row("runtime compat config", "hydra omegaconf yaml joblib submitit"),
     # what everything stands on

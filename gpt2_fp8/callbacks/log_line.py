@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,6 @@ import lightning.pytorch as pl
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted, duration
-from gpt2_fp8.engine.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -24,34 +24,54 @@ class LogLine(pl.Callback):
 
     Args:
         config: the run's.
-        pace: each step's end is noted there, for whoever tells the time that is left.
+        time_left: returns the seconds that `trainer.max_time` leaves, None without such a limit.
         best: returns the lowest validation loss before the present one and its step, or None.
     """
 
-    def __init__(self, config: RunConfig, pace: Pace, best: Callable[[], tuple[float, int] | None]):
-        self.pace, self.total, self._tokens = pace, steps_to_run(config), tokens_a_step(config)
-        self._best, self._told = best, False
+    def __init__(
+        self,
+        config: RunConfig,
+        time_left: Callable[[], float | None],
+        best: Callable[[], tuple[float, int] | None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total, self._tokens = steps_to_run(config), tokens_a_step(config)
+        self._time_left, self._best, self._clock, self._told = time_left, best, clock, False
+        self._steps, self._seconds, self._began = 0, 0.0, 0.0  # after the first step, which compiles and calibrates
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin to measure."""
-        self.pace.begin()
+        """Begin to measure, also after a rollback."""
+        self._steps, self._seconds = -1, 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the step's end, and tell once how long the run will take."""
-        self.pace.step_ended(trainer.global_step)
-        steps, seconds, more = self.pace.steps, self.pace.seconds, self.total - trainer.global_step
+        self._steps += 1
+        if not self._steps:
+            self._began = self._clock()
+        self._seconds = self._clock() - self._began
+        steps, seconds, more = self._steps, self._seconds, self.total - trainer.global_step
         if self._told or not (steps >= _MANY_STEPS or (steps >= _FEW_STEPS and seconds >= _LONG_ENOUGH)):
             return
         self._told = True
         if more > 0:
-            left, rate = self.pace.left(trainer.global_step), steps * self._tokens / seconds
+            left, rate = self.left(trainer.global_step), steps * self._tokens / seconds
             assert left is not None
             log.info("%s of %s tokens at %s tokens/s: about %s",
                      counted(more, "more step"), f"{self._tokens:,}", f"{rate:,.0f}", duration(left))  # fmt: skip
 
+    def left(self, step: int) -> float | None:
+        """Return the seconds from `step` to the end of the run by the host's clock; None before two steps have ended.
+
+        They include validations and checkpoints.
+        """
+        if self._steps < 1:
+            return None
+        seconds, limit = (self.total - step) * self._seconds / self._steps, self._time_left()
+        return seconds if limit is None else max(min(seconds, limit), 0.0)
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of an interval that ends with `step`. `metrics` are those of `Throughput`."""
-        text = interval(step, self.total, metrics, self.pace.left(step))
+        text = interval(step, self.total, metrics, self.left(step))
         log.info(text, extra={"interval": True})  # a progress bar shows these in its own way
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from gpt2_fp8.config.shown import duration
-from gpt2_fp8.engine.pace import Pace
 
 _EVERY = 0.5  # seconds between two drawings
 
@@ -29,13 +28,13 @@ class ProgressBar(LightningBar):
     numbers it shows.
 
     Args:
-        pace: tells the time that is left.
-        clock: gives seconds.
+        last_step: the run's.
+        left: tells the seconds that are left at a step, if they are known.
     """
 
-    def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, last_step: int, left: Callable[[int], float | None]):
         super().__init__()
-        self._pace, self._clock = pace, clock
+        self._last_step, self._left = last_step, left
         self._enabled = True
         self._bar: Progress | None = None
         self._handlers: list[tuple[logging.StreamHandler, TextIO]] = []
@@ -90,7 +89,7 @@ class ProgressBar(LightningBar):
     def _begin(self) -> None:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
         self._bar = Progress(BarColumn(30), text, console=Console(), auto_refresh=False)
-        self._bar.add_task("", total=self._pace.last_step)
+        self._bar.add_task("", total=self._last_step)
         self._bar.start()
         self._bar.console.show_cursor(True)  # so that a process that is killed leaves no terminal without a cursor
         for handler in logging.getLogger().handlers:
@@ -114,14 +113,14 @@ class ProgressBar(LightningBar):
 
     def text(self) -> str:
         """Return what stands beside the bar, the most useful first: a narrow terminal cuts the end."""
-        left = self._pace.left(self._step)
-        parts = [f"{self._step:,}/{self._pace.last_step:,}", f"left {duration(left)}" if left else ""]
+        left = self._left(self._step)
+        parts = [f"{self._step:,}/{self._last_step:,}", f"left {duration(left)}" if left else ""]
         return "  ".join(filter(None, [*parts, self._loss, self._validation, self._rate]))
 
     def _draw(self, now: bool = False) -> None:
-        if self._bar is None or (not now and self._clock() < self._drawn_at + _EVERY):
+        if self._bar is None or (not now and time.monotonic() < self._drawn_at + _EVERY):
             return
-        self._drawn_at = self._clock()
+        self._drawn_at = time.monotonic()
         self._bar.update(self._bar.task_ids[0], completed=self._step, description=self.text(), refresh=True)
 
 

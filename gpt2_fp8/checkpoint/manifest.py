@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint.pointers import step_of
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
 
@@ -28,6 +28,7 @@ FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
+_NAME = re.compile(r"step-([0-9]{8,15})|\.step-([0-9]{8,15})\.old")
 SEAL = "sha256"  # the key of the manifest's own digest
 _PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
 _seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was compared with its digest
@@ -35,6 +36,12 @@ _seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was c
 
 class CheckpointError(UserError):
     """A folder that was named as a checkpoint cannot be read as one, or does not fit the run."""
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of `step-00000004`, and of `.step-00000004.old`, which a killed writer has moved aside."""
+    match = _NAME.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
 def unreadable(path: Path, why: str) -> CheckpointError:

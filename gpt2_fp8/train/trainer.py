@@ -225,8 +225,7 @@ def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def quiet_logs() -> None:
-    """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
-    devices.reset_peak_host()
+    """Leave the log to this run, on one rank."""
     if not ranks.is_first_rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in _QUIET:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from gpt2_fp8.callbacks.log_line import LogLine, interval, validation
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.engine.pace import Pace
 
 METRICS = {
     "train_loss": 3.45214,
@@ -50,7 +49,7 @@ def test_a_validation():
 def test_the_first_steps_tell_how_long(caplog):
     """Two steps of 2 s after a first one of 60 s: 4,096 tokens in 2 s, 297 steps are 594 s."""
     (config,), now = preflight([]), [0.0]
-    callback = LogLine(config, Pace(config.trainer.max_steps, clock=lambda: now[0]), lambda: None)
+    callback = LogLine(config, lambda: None, lambda: None, clock=lambda: now[0])
     trainer = SimpleNamespace(global_step=0, sanity_checking=False)
     caplog.set_level(logging.INFO, "gpt2_fp8")
     callback.on_train_start(trainer, SimpleNamespace(step=None))
@@ -65,7 +64,7 @@ def test_a_validation_is_compared_with_the_best_before_it(caplog):
     (config,) = preflight([])
     config = replace(config, trainer=replace(config.trainer, max_steps=1000))
     caplog.set_level(logging.INFO, "gpt2_fp8")
-    callback = LogLine(config, Pace(1000), lambda: (2.5, 100))
+    callback = LogLine(config, lambda: None, lambda: (2.5, 100))
     trainer = SimpleNamespace(global_step=200, sanity_checking=False)
     callback.on_validation_end(trainer, SimpleNamespace(val_loss=2.75))
     assert caplog.records[0].getMessage() == "step   200/1,000  val_loss 2.7500  (best 2.5000 at step 100)"
