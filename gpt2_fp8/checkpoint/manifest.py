@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.runtime.programs import read_versions
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +60,7 @@ def describe(folder: Path, names: Iterable[str], step: int, precision: str | Non
 
     `precision`: what it was trained in. Each file has an object, so that later versions can say more about it.
     """
-    written_by = {"gpt2_fp8": __version__, "python": platform.python_version()}
-    for package in ("torch", "lightning", "transformer_engine"):
-        try:
-            written_by[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # Transformer Engine may be absent
-            continue
+    written_by = {name: version for name, version in read_versions().items() if version and name != "code"}
     sha256 = digests(folder, names)
     manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "global_step": step}
     if precision is not None:

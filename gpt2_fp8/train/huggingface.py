@@ -94,15 +94,12 @@ def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
 
 def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes]:
     """Return the files of a run's tokenizer, which must be the one of the checkpoint's text, `data`."""
-    name, remedy = config.data.tokenizer, "set it back as it was; or --no-tokenizer writes the weights alone"
-    try:
-        found = tokenizer_export.files_of(name, config.model.n_positions)
-        now = fingerprint(load_tokenizer(name))
-    except UserError as error:
-        raise UserError([Problem(problem.cause, remedy) for problem in error.problems]) from None
+    name = config.data.tokenizer
+    now = fingerprint(load_tokenizer(name))
     if data.get("fingerprint", {}).get("tokenizer", now) != now:
-        raise UserError.of(f"data.tokenizer={name} is not what it was when the run was trained", remedy)
-    return found
+        cause = f"data.tokenizer={name} is not what it was when the run was trained"
+        raise UserError.of(cause, "set it back as it was; or --no-tokenizer writes the weights alone")
+    return tokenizer_export.files_of(name, config.model.n_positions)
 
 
 def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:

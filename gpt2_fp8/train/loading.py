@@ -152,7 +152,7 @@ def processes_to_start(config: RunConfig) -> int:
 def launch(count: int, words: Sequence[str]) -> int:
     """Run a command line as `count` processes; returns the exit code."""
     with signals.handled():
-        from gpt2_fp8.runtime.launch import launch
+        from gpt2_fp8.runtime.rendezvous import launch
 
     return launch(count, words)
 

@@ -16,14 +16,11 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
-from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar, Samples
 from gpt2_fp8.callbacks.same_run import SameRun
-from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.manifest import read_manifest
@@ -42,7 +39,7 @@ from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
 from gpt2_fp8.runtime import ranks, registry, rendezvous
-from gpt2_fp8.train import run_end
+from gpt2_fp8.runtime.programs import read_versions
 from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.run_end import RunEnd
@@ -193,7 +190,7 @@ def build(
     throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
     throughput.readers.append(first[1].write)
     kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
-    same_run = SameRun(asdict(config), run_end.read_versions() | _versions(plan), kernels)
+    same_run = SameRun(asdict(config), read_versions() | _versions(plan), kernels)
     callbacks: list[Callback] = [*first, throughput]
     if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
         write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None

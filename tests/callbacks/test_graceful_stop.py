@@ -14,6 +14,7 @@ import torch
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.runtime import signals
 from tests import forkserver
 from tests.callbacks.tiny_run import At, kill, run, two_ranks
 
@@ -131,8 +132,8 @@ def test_off_the_main_thread_signals_are_left_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def body():
-        with GracefulStop(save=lambda trainer: None) as stop:
-            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+        with GracefulStop(save=lambda trainer: None):
+            seen.append((signal.getsignal(signal.SIGTERM), signals.received()))
 
     thread = threading.Thread(target=body)
     thread.start()

@@ -119,7 +119,7 @@ def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tm
     with pytest.raises(slurm.Requeued):
         run(tmp_path, callbacks=[early])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(slurm.NoProgress) as stopped:
+    with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[early])
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
     assert scontrol.read_text() == "requeue 4242\n"
