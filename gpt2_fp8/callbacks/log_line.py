@@ -186,10 +186,6 @@ class ProgressBar(LightningBar):
         """Draw nothing, as on other ranks than 0."""
         self._enabled = False
 
-    def enable(self) -> None:
-        """Draw again."""
-        self._enabled = True
-
     def read(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the newest numbers of `Throughput`."""
         self._loss = f"loss {metrics['train_loss']:.4f}"

@@ -160,15 +160,13 @@ class EventFile(Lossy, TensorBoardLogger):
         from tensorboard.plugins.hparams import summary_v2  # the public module wants TensorFlow
 
         self.hparams.update(params or {})
-        columns = [summary_v2.HParam(name) for name in self.hparams]
+        values = dict(self.hparams)
+        columns = [summary_v2.HParam(name) for name in values]
         results = [summary_v2.Metric(tag, group=run, display_name=f"{run}: {tag}") for tag, run in _RESULTS]
         trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
         with self._writing():
-            for row in (
-                summary_v2.hparams_config_pb(columns, results),
-                summary_v2.hparams_pb(dict(self.hparams), trial_id=trial),
-            ):
-                self.experiment.file_writer.add_summary(row)
+            self.experiment.file_writer.add_summary(summary_v2.hparams_config_pb(columns, results))
+            self.experiment.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
 
     @rank_zero_only
     def save(self) -> None:
