@@ -123,7 +123,6 @@ def _gradients(name: str, config: RunConfig, weights: dict[str, Tensor]) -> Grad
         raise UserError.of(cause, f"measure it where it runs, or emulate it: {EMULATED}")
     with torch.device(device):
         model = plan.backend.build(vocabulary(config))
-    resume.refuse_other_weights(model.state_dict(), weights)
     model.load_state_dict(weights)
     return Gradients(plan, model, plan.backend.scaling(model), Tensor.backward)
 

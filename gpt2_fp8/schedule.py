@@ -55,7 +55,7 @@ def _show(argv: list[str]) -> None:
 
 def lines(config: RunConfig) -> Iterator[str]:
     """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
-    from gpt2_fp8.engine.schedule import learning_rate_factor
+    from gpt2_fp8.engine.optim import learning_rate_factor
 
     optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
     yield f"{config.model.name}: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens in all"
@@ -90,7 +90,7 @@ def plot(configs: Sequence[RunConfig], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
 
-    from gpt2_fp8.engine.schedule import learning_rate_factor
+    from gpt2_fp8.engine.optim import learning_rate_factor
 
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()

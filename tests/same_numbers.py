@@ -5,7 +5,7 @@
 Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
 runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged
 values, and all saved tensors must be equal to the last bit. So must the saved state, once its keys have the present
-names (`checkpoint/load.py`), and models their options.
+names (`checkpoint/files.py`), and models their options.
 Ends with 1 and the first differences if they are not.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from gpt2_fp8.checkpoint.load import upgrade
+from gpt2_fp8.checkpoint.files import upgrade
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.trained import with_defaults
 

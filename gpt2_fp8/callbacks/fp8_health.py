@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,9 +21,6 @@ from gpt2_fp8.runtime.moments import Sent
 
 log = logging.getLogger(__name__)
 
-COST = 0.01  # of the time: what sampled passes may take
-RATES = 9  # intervals over which the time of a step is taken
-
 Write = Callable[[int, Sequence[Health]], object]
 
 
@@ -39,26 +32,21 @@ class FP8HealthLog(pl.Callback):
     settled: while the GPU computes the next one, if that can be.
 
     A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps, and
-    after the last one in FP8. That interval is doubled until passes take at most `COST` of the time, unless it was
-    typed. The first one, which compiles, is not counted. Steps that compute in bf16 have nothing to log.
+    after the last one in FP8. Steps that compute in bf16 have nothing to log.
 
     All is done by rank 0. The others wait for it in the next step. A run that casts nothing to FP8 has nothing to log.
 
     Args:
         config: the run's.
         write: is given the step and the health of every tensor; None: nothing is written.
-        typed: the interval was typed, so it holds.
     """
 
-    def __init__(self, config: RunConfig, write: Write | None = None, typed: bool = False):
+    def __init__(self, config: RunConfig, write: Write | None = None):
         self.config, self._write = config, write
-        self._holds = typed
         self.every_n_steps = config.trainer.log_every_n_steps
         self.interval = config.callbacks.fp8_health_every_n_steps
         self._health: FP8Health | None = None
-        self._due = self._passes = self._row = 0
-        self._clock: tuple[float, int] | None = None  # the time and the step at the end of the last reading
-        self._rates: deque[float] = deque(maxlen=RATES)  # seconds a step
+        self._row = 0  # the last step that was read
         self._sent: Sent | None = None  # of the last step, until it is settled
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -67,14 +55,14 @@ class FP8HealthLog(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin anew, with the module's training step."""
-        self._health = self._clock = self._sent = None
+        self._health = self._sent = None
         if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
             recipe = pl_module.step.plan.backend.recipe
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
                 self._health = health if health.tensors else None
-        self._due, self._row = self._next(trainer.global_step), trainer.global_step
+        self._row = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Read, log and judge, at the end of an interval, or have that done once the step is settled."""
@@ -82,24 +70,18 @@ class FP8HealthLog(pl.Callback):
         last = loops.is_last_step(trainer) or step == steps_in_fp8
         if step > steps_in_fp8 or (step % self.every_n_steps and not last and step > 1):
             return
-        # All ranks settle at once, and rank 0 alone knows how wide its interval is by now.
-        settles = step == 1 or last or self._ends_an_interval(step) or not pl_module.step.settles_while_computing
+        sampled = step == 1 or last or step // self.interval > self._row // self.interval
+        settles = sampled or not pl_module.step.settles_while_computing
         if settles:
             pl_module.step.settle()
         self._row = step
         if self._health is None or signals.pending():
             return
-        sampled = settles and (step >= self._due or step == 1 or last)
         with self._only_looking(step):
             if settles:
                 self._look(trainer, step, self._health.read(), batch["ids"] if sampled else None)
             else:
                 self._sent = self._health.send()
-
-    def _ends_an_interval(self, step: int) -> bool:
-        """Return whether a sampled pass may be due. The interval in use is that of the settings, doubled or not."""
-        interval = self.config.callbacks.fp8_health_every_n_steps
-        return step // interval > self._row // interval
 
     def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Read what was sent at the end of the step; or what is there, if the step has been changed since."""
@@ -112,14 +94,12 @@ class FP8HealthLog(pl.Callback):
     def _look(self, trainer: pl.Trainer, step: int, healths: list[Health], ids: Any = None) -> None:
         """Log and judge what was read, and with `ids` also what a sampled pass over some of them finds."""
         assert self._health is not None
-        self._time(step)
         if ids is not None and self._health.failed is None:
             healths = self._sample(step, ids, healths, trainer.loggers)
         if healths:
             for logger in trainer.loggers:
                 logger.log_metrics(summary(healths), step=step)
             self._flags.judge(step, healths)
-        self._clock = time.perf_counter(), step
 
     def _sample(self, step: int, ids: Any, stored: list[Health], loggers: Sequence[Any]) -> list[Health]:
         assert self._health is not None
@@ -128,16 +108,11 @@ class FP8HealthLog(pl.Callback):
             log.warning("step %d: no memory for a sampled pass (%s); fp8.csv ends here, training goes on",
                         step, self._health.failed)  # fmt: skip
             return stored
-        began = time.perf_counter()
         if self._write is not None:
             self._write(step, found)
         for logger in loggers:
             if write := getattr(logger, "log_fp8_tensors", None):  # loggers.EventFile
                 write(found, step)
-        self._passes += 1
-        if self._passes > 1 and not self._holds:
-            self._widen(self._health.seconds + time.perf_counter() - began)
-        self._due = self._next(step)
         return found
 
     @contextmanager
@@ -151,24 +126,6 @@ class FP8HealthLog(pl.Callback):
             self._health = None
             log.warning("step %d: FP8's health is not watched from here on (%s: %s); training goes on",
                         step, type(error).__name__, error)  # fmt: skip
-
-    def _time(self, step: int) -> None:
-        if self._clock is not None and step > self._clock[1]:
-            self._rates.append((time.perf_counter() - self._clock[0]) / (step - self._clock[1]))
-
-    def _widen(self, seconds: float) -> None:
-        """Double the interval until a pass of `seconds` takes at most `COST` of the time."""
-        rate = statistics.median(self._rates) if self._rates else 0.0
-        least = math.ceil(seconds / (COST * rate)) if rate else 0
-        if self.interval >= least:
-            return
-        while self.interval < least:
-            self.interval *= 2
-        log.info("a sampled pass over the FP8 tensors takes %.0f ms: there is one every %d steps",
-                 seconds * 1000, self.interval)  # fmt: skip
-
-    def _next(self, step: int) -> int:
-        return (step // self.interval + 1) * self.interval
 
     def _say(self, line: str) -> None:
         if self.config.callbacks.red_flags:

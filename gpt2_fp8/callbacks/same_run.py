@@ -1,10 +1,9 @@
-"""What computes a run, and that each of its ranks computes the same run."""
+"""Each rank of a run computes the same run."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,8 +11,6 @@ from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8.config.errors import Problem, SharedRefusal
 from gpt2_fp8.runtime import collectives
-
-log = logging.getLogger(__name__)
 
 # Names of places, which may be another one on each node. What is read there is compared.
 _PLACES = (
@@ -25,34 +22,21 @@ _KINDS = ("settings", "versions", "kernels", "text")
 
 
 class SameRun(Callback):
-    """Compares once what this rank is about to train with what the others are, and knows what computes it.
+    """Compares once what this rank is about to train with what the others are.
 
     Ranks that differ would go on: gradients of other models of equal shapes can be averaged, or those of other text,
-    and each kernel rounds in its own way. A micro-batch that does not fit becomes smaller, and some kernels are worth
-    their price from a number of rows on: the log's line `layers` is written anew when that changes them.
+    and each kernel rounds in its own way.
 
     Args:
         settings: a whole configuration, as nested dictionaries.
         versions: of what could change a number.
-        kernels_of: returns what computes micro-batches of so many sequences, by the part of the model, in words.
-        size: the micro-batch that was told when the run was announced. A checkpoint may know a smaller one.
-        slower: why the kernels are not the fastest there are.
-
-    Attributes:
-        kernels: what computes now.
+        kernels: what computes, by the part of the model, in words.
     """
 
     def __init__(
-        self,
-        settings: Mapping[str, Any],
-        versions: Mapping[str, str | None],
-        kernels_of: Callable[[int], dict[str, str]],
-        size: int,
-        slower: Sequence[str],
+        self, settings: Mapping[str, Any], versions: Mapping[str, str | None], kernels: Mapping[str, str]
     ) -> None:
-        self.kernels = kernels_of(size)
-        self._facts = {"settings": flatten(settings), "versions": dict(versions), "kernels": self.kernels}
-        self._kernels_of, self._size, self._slower = kernels_of, size, slower
+        self._facts = {"settings": flatten(settings), "versions": dict(versions), "kernels": dict(kernels)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
@@ -61,29 +45,6 @@ class SameRun(Callback):
         problems = differences([json.loads(words) for words in collectives.everyones(json.dumps(own, default=str))])
         if problems:
             raise SharedRefusal(problems)
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Look whether the checkpoint has another micro-batch."""
-        self._look(trainer, pl_module)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Look whether the micro-batch has become another one."""
-        self._look(trainer, pl_module)
-
-    def _look(self, trainer: Trainer, pl_module: Any) -> None:
-        if (size := pl_module.step.micro_batch_size) == self._size:
-            return
-        before, self._size, self.kernels = self.kernels, size, self._kernels_of(size)
-        if self.kernels != before and trainer.is_global_zero:
-            log_kernels(self.kernels, self._slower)
-
-
-def log_kernels(kernels: Mapping[str, str], slower: Sequence[str]) -> None:
-    """Log the line `layers`: a warning if there are faster kernels; `slower` says why they are not used."""
-    parts = [words if part == "layers" else f"{part} {words}" for part, words in kernels.items()]
-    if slower:
-        parts.append(f"slower than it could be: {', '.join(slower)}")
-    log.log(logging.WARNING if slower else logging.INFO, "layers     %s", "; ".join(parts))
 
 
 def differences(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
 changed bit goes unnoticed: `verify` compares the files with them. Version 3 renames keys of the state
-(`load.upgrade`).
+(`files.upgrade`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint.pointers import step_of
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.runtime.programs import read_versions
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
+_NAME = re.compile(r"step-([0-9]{8,15})|\.step-([0-9]{8,15})\.old")
 SEAL = "sha256"  # the key of the manifest's own digest
 _PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
 _seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was compared with its digest
@@ -35,6 +35,12 @@ _seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was c
 
 class CheckpointError(UserError):
     """A folder that was named as a checkpoint cannot be read as one, or does not fit the run."""
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of `step-00000004`, and of `.step-00000004.old`, which a killed writer has moved aside."""
+    match = _NAME.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
 def unreadable(path: Path, why: str) -> CheckpointError:
@@ -54,12 +60,7 @@ def describe(folder: Path, names: Iterable[str], step: int, precision: str | Non
 
     `precision`: what it was trained in. Each file has an object, so that later versions can say more about it.
     """
-    written_by = {"gpt2_fp8": __version__, "python": platform.python_version()}
-    for package in ("torch", "lightning", "transformer_engine"):
-        try:
-            written_by[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # Transformer Engine may be absent
-            continue
+    written_by = {name: version for name, version in read_versions().items() if version and name != "code"}
     sha256 = digests(folder, names)
     manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "global_step": step}
     if precision is not None:

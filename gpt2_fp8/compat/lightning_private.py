@@ -65,15 +65,14 @@ def leave_signals_alone(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def hooks_into_backward(trainer: Any, *but: type[pl.Callback]) -> bool:
-    """Return whether a callback of a Trainer, or its module, has a hook around a backward. `but`: callbacks to ignore.
+def hooks_into_backward(trainer: Any) -> bool:
+    """Return whether a callback of a Trainer, or its module, has a hook around a backward.
 
     A step's backward may run before Lightning has counted the step before it. `LambdaCallback` has its hooks in the
     instance.
     """
     names = "on_before_backward", "on_after_backward"
-    hooks = [getattr(it, name) for it in (*trainer.callbacks, trainer.lightning_module) for name in names
-             if not isinstance(it, but)]  # fmt: skip
+    hooks = [getattr(it, name) for it in (*trainer.callbacks, trainer.lightning_module) for name in names]
     own = {getattr(base, name) for base in (pl.Callback, pl.LightningModule) for name in names}
     return any(getattr(hook, "__func__", hook) not in own for hook in hooks)
 

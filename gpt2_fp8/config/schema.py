@@ -121,7 +121,7 @@ class AutoRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Rates, decay and clipping; a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
+    """Rates, decay and clipping; a linear warm-up and a schedule (engine/optim.py has the formulas)."""
 
     lr: Positive  # the peak
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end

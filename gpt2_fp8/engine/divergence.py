@@ -39,15 +39,6 @@ class RollBack(Exception):
         super().__init__(f"step {step}: {reason}")
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that happened in a step. `what`: rerun, magnitude, skip, spike or rollback."""
-
-    step: int
-    what: str
-    reason: str
-
-
 @dataclass
 class LossStatistics:
     """A running mean and variance of the loss, without outliers."""
@@ -80,7 +71,7 @@ class DivergencePolicy:
 
     def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):
         self.limit, self.sigma, self.patience, self._say = limit, sigma, patience, say
-        self.events: list[Event] = []
+        self.events: list[dict[str, Any]] = []  # step, what (rerun, magnitude, skip, spike or rollback), reason
         self.reruns = self.skipped = self.rollbacks = 0
         self._skips_in_a_row = self._high_in_a_row = 0
         self._high_since = 0  # the step of the first high loss
@@ -160,7 +151,7 @@ class DivergencePolicy:
     def _note(self, step: int, what: str, reason: str) -> None:
         self._say(f"step {step}: {reason}")
         if len(self.events) < EVENTS or what == "rollback":
-            self.events.append(Event(step, what, reason))
+            self.events.append({"step": step, "what": what, "reason": reason})
 
     def start_again(self) -> None:
         """Reset after a rollback. The events stay: they are newer than what the checkpoint knows."""
@@ -172,7 +163,7 @@ class DivergencePolicy:
     def report(self) -> dict[str, Any]:
         """Return what happened, in the form of `summary.json`."""
         counts = {"reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
-        return {"events": [asdict(event) for event in self.events], **counts}
+        return {"events": [*self.events], **counts}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint: what happened, and what later steps are judged by."""
@@ -183,7 +174,7 @@ class DivergencePolicy:
         """Continue a run where its checkpoint left it."""
         self._statistics = LossStatistics(**state["statistics"])
         if not self._knows_more_than_checkpoints:
-            self.events = [Event(**event) for event in state["events"]]
+            self.events = [*state["events"]]
             self.reruns, self.skipped, self.rollbacks = state["reruns"], state["skipped"], state["rollbacks"]
             rows = state["in_a_row"]
             self._skips_in_a_row, self._high_in_a_row = rows["skips"], rows["high"]

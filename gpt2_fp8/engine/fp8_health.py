@@ -7,7 +7,6 @@ few. Both are between two steps, and neither changes a number of the run.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -52,7 +51,6 @@ class FP8Health:
     """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one.
 
     Attributes:
-        seconds: how long the newest sampled pass took, the device included.
         failed: why there are no more sampled passes; None while there are.
     """
 
@@ -61,7 +59,6 @@ class FP8Health:
         self.tensors = self._pass.tensors
         self._stored: StoredScales | None = None
         self._before: dict[FP8Tensor, float] = {}  # scales of the last reading
-        self.seconds = 0.0
         self.failed: str | None = None
 
     @property
@@ -99,7 +96,6 @@ class FP8Health:
         ids: int32 [sequences, n_positions + 1], a rank's share of a step. Without memory for it, `failed` says so,
         and the result is empty.
         """
-        start = time.perf_counter()
         size = min(len(ids), self._step.micro_batch_size, -(-TOKENS // (ids.shape[1] - 1)))
         try:
             found = self._sampled(ids[:size])
@@ -108,7 +104,6 @@ class FP8Health:
                 raise
             self.failed = str(error).partition("\n")[0]
             return []
-        self.seconds = time.perf_counter() - start
         known = {health.tensor: health for health in stored}
         return [_sampled(tensor, known.get(tensor), *found[tensor]) for tensor in self.tensors if tensor in found]
 

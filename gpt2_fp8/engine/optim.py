@@ -1,24 +1,51 @@
-"""The optimizer of a run: its parameter groups, by the choice in the group `optimizer`."""
+"""The optimizer of a run, by the choice in the group `optimizer`, and its learning-rate schedule.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes a momentum orthogonal before it is applied:
+its singular values become about 1. Embedding, head, biases and normalisation weights are AdamW's, as its author says.
+
+A weight that holds several matrices is one tensor here: queries, keys and values, or SwiGLU's gate and its other half.
+Each is made orthogonal by itself. The author found that better for queries, keys and values. As one matrix they would
+share one set of singular values, though they are multiplied with the same input for three purposes.
+
+An update is multiplied by 0.2 sqrt(max(rows, columns)), so that its elements are as large as AdamW's (Liu et al. 2025,
+arXiv 2502.16982). Then one rate and one weight decay fit both parts. The arithmetic is `torch.optim.Muon`'s
+with `adjust_lr_fn="match_rms_adamw"`. That class itself cannot leave an update out without the host.
+
+The learning rate has a linear warm-up, then one of four shapes.
+A shape gives a part of the peak, from 1 to `min_lr_ratio`. Let m be `min_lr_ratio`, and x the part of the steps after
+the warm-up that is done, 0 to 1:
+
+    cosine                m + (1 - m) (1 + cos(pi x)) / 2    Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5,
+                                                             without restarts
+    linear                1 - (1 - m) x                      Bergsma et al. 2025 (arXiv 2502.15938), who end at m = 0
+    constant              1
+    warmup_stable_decay   1, and 1 - (1 - m) y at the end    Hu et al. 2024 (arXiv 2404.06395), with the linear decay of
+                                                             Hägele et al. 2024 (arXiv 2405.18392)
+
+y is the part of the last `decay_steps` steps that is done. After the last step the rate stays where it is.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from gpt2_fp8.compat.torch_private import skip_on_host
+from gpt2_fp8.compat.torch_private import orthogonalised, skip_on_host, skip_where, skips_where
 from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig, RegisteredOptimizer
-from gpt2_fp8.engine.muon import MuonAdamW
-from gpt2_fp8.engine.rounding import Keys
-from gpt2_fp8.engine.small_adamw import SmallAdamW, new_moments
+from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.parameters import is_block_matrix, packed_rows
 from gpt2_fp8.runtime import registry
 
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
+_LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
 
 def build_optimizer(
@@ -82,3 +109,92 @@ def _muon(model: nn.Module, named: _Named, config: OptimConfig, choice: MuonOpti
         momentum=choice.momentum,
         steps=choice.ns_steps,
     )
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the matrices of the blocks, and torch's fused AdamW for everything else: its two groups, then Muon's.
+
+    If what `skip_where` has told it is 1, a step changes nothing, and the host does not wait to know.
+
+    Args:
+        adamw: has the two groups of all other parameters. It is used, and its groups and state are this optimizer's.
+        matrices: with two dimensions, in float32.
+        rows: of a matrix that holds several, the rows of each.
+        lr, weight_decay, momentum, steps: of the matrices; `steps` are Newton-Schulz iterations.
+    """
+
+    def __init__(
+        self,
+        adamw: AdamW,
+        matrices: Iterable[Tensor],
+        rows: Mapping[Tensor, tuple[int, ...]],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        steps: int,
+    ):
+        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": steps}
+        super().__init__([*adamw.param_groups, {"params": list(matrices), **settings}], {})
+        self._adamw, self._rows = adamw, dict(rows)
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The parameters that Muon updates."""
+        return list(self.param_groups[-1]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        *others, matrices = self.param_groups
+        self._adamw.param_groups, self._adamw.state = others, self.state  # loading a state has replaced them
+        if (skip := skips_where(self)) is not None:
+            skip_where(self._adamw, skip)
+        self._adamw.step()
+        for matrix in matrices["params"]:
+            if matrix.grad is not None:
+                self._update(matrix, matrix.grad, matrices)
+        return loss
+
+    def _update(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        before = state["momentum_buffer"]
+        after = before.lerp(gradient, 1 - group["momentum"])
+        nesterov = gradient.lerp(after, group["momentum"])
+        new = matrix * (1 - group["lr"] * group["weight_decay"])
+        rows = list(self._rows.get(matrix, (len(matrix),)))
+        for part, update in zip(new.split(rows), nesterov.split(rows), strict=True):
+            rate = group["lr"] * _LIKE_ADAMW * math.sqrt(max(part.shape))
+            part.add_(orthogonalised(update, group["ns_steps"]), alpha=-rate)
+        skip = skips_where(self)
+        for kept, changed in ((before, after), (matrix, new)):
+            kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))
+
+
+def learning_rate_factor(step: int, config: OptimConfig, max_steps: int) -> float:
+    """Compute the learning rate of a step (counted from 0), as a part of the peak.
+
+    It rises linearly to the peak at `warmup_steps`, then follows `config.schedule` until `max_steps`, and stays there.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    floor = config.min_lr_ratio
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _done(step, config.warmup_steps, max_steps)))
+    begin = config.warmup_steps if config.decay_steps is None else max_steps - config.decay_steps
+    return 1 - (1 - floor) * _done(step, begin, max_steps)
+
+
+def build_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> LambdaLR:
+    """Build `learning_rate_factor` as a torch scheduler, stepped once an optimizer step."""
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, max_steps))
+
+
+def _done(step: int, begin: int, end: int) -> float:
+    """Return the part of the steps from `begin` to `end` that is done before `step`, 0 to 1."""
+    return min(1.0, max(0, step - begin) / max(1, end - begin))

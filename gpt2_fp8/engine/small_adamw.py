@@ -4,7 +4,13 @@ The update is torch's AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), in f
 moments is rounded, after the weights have been updated with the exact ones:
 
     exp_avg       to nearest: it changes by a tenth a step, so nothing stays behind
-    exp_avg_sq    stochastically (`rounding`)
+    exp_avg_sq    stochastically
+
+With `beta2` = 0.999 it changes by a thousandth a step, and bfloat16 has eight bits: rounded to nearest, it would never
+fall. Stochastic rounding goes up with the probability of the distance from below, so its mean is exact (Croci et al.
+2022). The random bits depend on the run's seed, the parameter's name, the number of updates and the element's index. So
+they need no state, and are the same after a resume, on every rank and on every device. They come from MurmurHash3's
+32-bit finalizer (Appleby 2011), applied twice with two keys.
 
 On CUDA a parameter's update is one kernel, which reads and writes each number once (`kernels.adamw`). On a CPU it is
 plain torch, with the same bits for the same numbers.
@@ -12,6 +18,7 @@ plain torch, with the same bits for the same numbers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +27,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
-from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
 
 _CHUNK = 1 << 18  # elements that plain torch updates at a time
+_WORD = 0xFFFFFFFF
+_LOW = 0xFFFF  # the bits of a float32 that a bfloat16 does not have
+
+
+class Keys(NamedTuple):
+    """Two keys of 32 bits each."""
+
+    first: int
+    second: int
+
+    @classmethod
+    def of(cls, seed: int, name: str) -> Keys:
+        """Return the keys of a parameter in a run."""
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+
+    def at(self, update: int) -> Keys:
+        """Return the keys of one update, which is counted from 1."""
+        return Keys(mixed(self.first ^ mixed(update)), mixed((self.second + update * 0x9E3779B9) & _WORD))
 
 
 class Scalars(NamedTuple):
@@ -137,3 +162,32 @@ def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     assert parameter.is_contiguous()
     return parameter.grad.contiguous()
+
+
+def mixed(x: int) -> int:
+    """Compute MurmurHash3's finalizer of a 32-bit number."""
+    x = ((x ^ x >> 16) * 0x85EBCA6B) & _WORD
+    x = ((x ^ x >> 13) * 0xC2B2AE35) & _WORD
+    return x ^ x >> 16
+
+
+def random_bits(keys: Keys, start: int, count: int, device: torch.device) -> Tensor:
+    """Compute the random words of the elements from `start` on: int64 [count], each from 0 to 2^32 - 1.
+
+    They repeat after 2^32 elements.
+    """
+    x = torch.arange(start, start + count, dtype=torch.int64, device=device) & _WORD
+    return _mix_(_mix_(x ^ keys.first).add_(keys.second).bitwise_and_(_WORD))
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 to bfloat16 by the low 16 of the random `bits`, int64 of the same shape. Values must be finite."""
+    noise = (bits & _LOW).to(torch.int32)
+    return ((values.view(torch.int32) + noise) & ~_LOW).view(torch.float32).to(torch.bfloat16)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Compute `mixed` of int64 numbers below 2^32, in place. A product that overflows keeps its low 32 bits."""
+    x.bitwise_xor_(x >> 16).mul_(0x85EBCA6B).bitwise_and_(_WORD)
+    x.bitwise_xor_(x >> 13).mul_(0xC2B2AE35).bitwise_and_(_WORD)
+    return x.bitwise_xor_(x >> 16)

@@ -21,8 +21,7 @@ from gpt2_fp8.engine.attempts import Attempt, Attempts
 from gpt2_fp8.engine.evaluation import Evaluation, in_mode
 from gpt2_fp8.engine.exchange import Exchange, NoSync
 from gpt2_fp8.engine.gradients import Backward, Gradients
-from gpt2_fp8.engine.optim import build_optimizer, state_like
-from gpt2_fp8.engine.schedule import build_schedule
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule, state_like
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context

@@ -28,7 +28,7 @@ def _mixed(x):
 
 @triton.jit
 def _random_bits(index, update, first, second):
-    """Compute the random words, uint32, of elements at one update: `engine.rounding`."""
+    """Compute the random words, uint32, of elements at one update: `engine.small_adamw`."""
     update = update.to(tl.uint32)
     first = _mixed(first.to(tl.uint32, bitcast=True) ^ _mixed(update))
     second = _mixed(second.to(tl.uint32, bitcast=True) + update * 0x9E3779B9)

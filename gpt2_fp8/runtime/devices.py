@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import resource
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -78,17 +75,5 @@ def read_gpu_meter() -> dict[str, float]:
 
 
 def peak_host_gb() -> float:
-    """Return the most that was resident at once since `reset_peak_host`, or since the process began, in GiB.
-
-    Linux's own counter is read where there is one: `ru_maxrss` includes what the parent had before this program began.
-    """
-    with suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) / 2**20
+    """Return the most that was resident at once since the process began, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def reset_peak_host() -> None:
-    """Forget the peak so far, so that a job of a sweep has its own. Only Linux can; elsewhere nothing happens."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")

@@ -8,11 +8,13 @@ import atexit
 import hashlib
 import logging
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,17 @@ def source_digest(folder: Path = _FOLDER) -> str | None:
     except OSError:
         return None
     return found.hexdigest()[:12] if paths else None
+
+
+def read_versions() -> dict[str, str | None]:
+    """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
+    found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
+    found["python"] = platform.python_version()
+    for name in ("torch", "lightning", "transformer_engine"):
+        found[name] = None
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def asks_version(argv: list[str]) -> bool:

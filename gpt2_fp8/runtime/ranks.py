@@ -1,6 +1,6 @@
 """Which process of a run this is, as the environment says. Standard library only.
 
-torchrun, `accelerate launch` and torch's agent (`runtime/launch.py`) set torch's variables: RANK, WORLD_SIZE and so on.
+torchrun, `accelerate launch` and torch's agent (`runtime/rendezvous.py`) set torch's variables, such as RANK.
 `srun` sets its own, which are translated into torch's. Without any of them a process is the only one.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gpt2_fp8.config.errors import Problem, UserError
 
 TORCHRUN, ACCELERATE, SRUN, VARIABLES = "torchrun", "accelerate launch", "srun", "RANK and WORLD_SIZE"
-OWN, OWN_ID = "torch's agent", "gpt2_fp8"  # `runtime/launch.py`, and its TORCHELASTIC_RUN_ID
+OWN, OWN_ID = "torch's agent", "gpt2_fp8"  # `runtime/rendezvous.py`, and its TORCHELASTIC_RUN_ID
 _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NODES = re.compile(r"\[(\d+)[^\]]*\]")  # node[05-08,11] of a node list
 

@@ -1,4 +1,6 @@
-"""The ranks of a run meet in a store: they agree on a folder, form a process group, and learn which of them failed.
+"""The ranks of a run: torch's agent starts them on this node, as torchrun does, and they meet in a store.
+
+There they agree on a folder, form a process group, and learn which of them failed.
 
 The store is the agent's, or rank 0's. An agent's store outlives a restart of the ranks, and so do its keys: a process
 group that torch 2.13 forms there after a restart finds addresses of processes that are gone, and waits for them. So
@@ -9,25 +11,29 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from gpt2_fp8.compat.torch_private import agent_waits
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError
-from gpt2_fp8.runtime import programs, ranks, signals
+from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.ranks import Ranks
 
 PATIENCE_SECONDS = 300.0  # one rank may import its packages from a slow disk while the others wait
 END_SECONDS = 60.0  # that other ranks wait for rank 0's end
 GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
+SAVE_SECONDS = 600  # that the ranks have to save and end after a signal, under an agent of this process
 _LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _AGREED = (Diverged, DataSourceLost)  # ends to which all ranks come together
@@ -235,3 +241,49 @@ def _wait(done: Callable[[], bool], missing: Callable[[], str]) -> None:
 def _is_connection(error: BaseException) -> bool:
     """Return whether an error is of the connection between ranks. gloo's errors have no class of their own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def launch(count: int, words: Sequence[str]) -> int:
+    """Run this program with `words` as `count` ranks by torch's elastic agent; returns the exit code.
+
+    It is that of the rank that failed first, which torchrun makes 1. The ranks' signals are those of this process.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    for name in ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    asked = (*signals.SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else signals.SIGNALS
+    handled = [each.name for each in asked if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=ranks.OWN_ID, max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=",".join(handled), **agent_waits(SAVE_SECONDS),
+    )  # fmt: skip
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    try:
+        launch_agent(config, sys.executable, [*_own_program(), *words])
+    except ChildFailedError as error:
+        rank, failed = error.get_first_failure()
+        if failed.exitcode >= 0:
+            return failed.exitcode  # it has said why
+        if -failed.exitcode in signals.SIGNALS:
+            return _exit_code(-failed.exitcode)
+        name = signal.Signals(-failed.exitcode).name
+        programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
+        return 1
+    except SignalException as error:
+        return _exit_code(error.sigval)
+    return 0
+
+
+def _own_program() -> list[str]:
+    """Return how Python starts this program: by its module, or by a script that calls `run.main`."""
+    is_script = getattr(sys.modules["__main__"], "__spec__", None) is None and sys.argv[0].endswith(".py")
+    return [sys.argv[0]] if is_script else ["-m", "gpt2_fp8.run"]
+
+
+def _exit_code(signum: int) -> int:
+    return 128 + (signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum)

@@ -47,18 +47,6 @@ class LeftToRankZero(Stopped):
         self.args = (f"stopped by signal {signum}; rank 0 says how it goes on",)
 
 
-class NoProgress(Stopped):
-    """Stopped before a step was trained, in a job that SLURM had started again. The next turn would end like it."""
-
-    def __init__(self, signum: int, job: str):
-        super().__init__(signum)
-        self.args = (
-            f"stopped by signal {signum}, before a step was trained: SLURM job {job}, which was started again, is at "
-            "its time limit again, and is not requeued\n"
-            "  fix: a longer limit, or a later signal (slurm.time, slurm.signal_delay_s)",
-        )
-
-
 def is_submitted_call() -> bool:
     """Return whether submitit has started this process for a call that it has stored, as for a job of a sweep."""
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
@@ -100,7 +88,8 @@ def ended(signum: int) -> Stopped:
         return LeftToRankZero(signum)
     job = job_id()
     if signum in REQUEUE_SIGNALS and turns_before() and not _has_trained:
-        return NoProgress(signum, job)
+        log.warning("SLURM job %s is at its limit again before a step was trained, and is not requeued", job)
+        return Stopped(signum)
     asked = signum in REQUEUE_SIGNALS or is_preempted(job)
     return Requeued(signum, job) if asked and _requeue(job) else Stopped(signum)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_fp8.callbacks.throughput import PeakMemory
-from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.config import programs
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Diverged, Problem, UserError

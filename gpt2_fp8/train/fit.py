@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.divergence import DivergenceGuard
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
-from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
@@ -25,7 +23,6 @@ from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
@@ -98,8 +95,6 @@ class Training:
         self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
         self.checkpoint = setup.find_checkpoint(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
-        if ranks.is_first_rank():
-            setup.check_room(config, self.checkpointing.folder, len(epoch_ends))
         self.plan = plan = resolve(config, device)
         if self.checkpoint is not None:
             self.plan = as_before(plan, config, read_plain(self.checkpoint, "precision"))
@@ -112,7 +107,7 @@ class Training:
         """Build and fit, again after each rollback, and validate the end."""
         config, checkpointing = self.config, self.checkpointing
         self.end.first_step = setup.step_of(self.checkpoint) or 0
-        log_line = LogLine(config, Pace(run_length.steps_to_run(config), self.time_limit.left), self._best)
+        log_line = LogLine(config, self.time_limit.left, self._best)
         first, last = (self.time_limit, log_line), (self.divergence, checkpointing, stop)
         while True:
             self.parts = setup.build(config, self.plan, self.checkpoint, self.end, first, last)
@@ -183,6 +178,7 @@ class Training:
         summary.steps = trainer.global_step
         if (step := getattr(parts.module, "step", None)) is not None:
             summary.precision.last_in_bf16 = step.attempts.last_in_bf16
+            summary.kernels = parts.plan.backend.kernels(parts.module.vocab_size, step.micro_batch_size)
         summary.tokens = trainer.global_step * throughput.tokens_per_step
         summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
         summary.tokens_per_second = throughput.median_rate
@@ -195,7 +191,6 @@ class Training:
         if last := pointers.read(self.checkpointing.folder, "last"):
             summary.checkpoint.last = str(self.checkpointing.folder / last.checkpoint)
         summary.data = parts.data.report()
-        summary.kernels = parts.same_run.kernels
         if parts.plan.device == "cpu":
             summary.device, summary.peak_memory_gb = "cpu", devices.peak_host_gb()
         else:

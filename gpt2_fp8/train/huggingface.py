@@ -1,26 +1,29 @@
-"""To and from Hugging Face: a folder that transformers loads without any code of ours, and the weights of one."""
+"""To and from Hugging Face: a folder that transformers loads without our code, and the weights of one. No pickles."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import files, hf_folder, load, pointers
-from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config import hf_config, mixture, tokenizer_file
+from gpt2_fp8.checkpoint import durable, files, pointers
+from gpt2_fp8.checkpoint.manifest import CheckpointError, read_manifest
+from gpt2_fp8.config import disk, hf_config, mixture, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.hf_config import Architecture
+from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS, Architecture
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
-from gpt2_fp8.config.shown import counted
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.model import hf_names
@@ -28,6 +31,8 @@ from gpt2_fp8.model.hf_names import Place
 from gpt2_fp8.train import trained
 from gpt2_fp8.train.trained import Trained
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
+_WHOLE = "give a whole folder, as save_pretrained of transformers writes it"
 _SHOWN = 5  # tensors that differ; a list of all of them helps nobody
 CARD = """\
 ---
@@ -35,7 +40,7 @@ CARD = """\
 ---
 # {name}
 
-A language model trained {how} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
+A language model trained with gpt2_fp8. It continues text. It was not taught to follow instructions, and
 nobody has looked at what it says: it repeats what its text has, wrong or harmful parts too.
 
 | | |
@@ -68,7 +73,7 @@ def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: 
     count = sum(tensor.numel() for tensor in theirs.values())
     others = _tokenizer_files(config, found.parts.get("TokenDataModule", {})) if with_tokenizer else {}
     others["README.md"] = _model_card(found, count, architecture.name, license_id).encode()
-    hf_folder.write(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
+    _write_folder(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
     crossing = "; trained with document_mask=true, while transformers attends across documents"
     said = f"{folder}: {architecture.name}, {count:,} parameters, from {found.path}"
     return said + (crossing if config.document_mask else "")
@@ -89,38 +94,29 @@ def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
 
 def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes]:
     """Return the files of a run's tokenizer, which must be the one of the checkpoint's text, `data`."""
-    name, remedy = config.data.tokenizer, "set it back as it was; or --no-tokenizer writes the weights alone"
-    try:
-        found = tokenizer_export.files_of(name, config.model.n_positions)
-        now = fingerprint(load_tokenizer(name))
-    except UserError as error:
-        raise UserError([Problem(problem.cause, remedy) for problem in error.problems]) from None
+    name = config.data.tokenizer
+    now = fingerprint(load_tokenizer(name))
     if data.get("fingerprint", {}).get("tokenizer", now) != now:
-        raise UserError.of(f"data.tokenizer={name} is not what it was when the run was trained", remedy)
-    return found
+        cause = f"data.tokenizer={name} is not what it was when the run was trained"
+        raise UserError.of(cause, "set it back as it was; or --no-tokenizer writes the weights alone")
+    return tokenizer_export.files_of(name, config.model.n_positions)
 
 
 def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
     """Return Hugging Face's README.md of a model: what its run knows of it. `parameters`: without padding."""
-    config, manifest, data = found.config, read_manifest(found.path), found.config.data
-    step = int(manifest["global_step"])
-    begun = found.parts[trained.KEY].get("init_from")
-    repos = sorted({source.repo for _, source in mixture.sources_of(data) if isinstance(source, HubData)})
+    config, step = found.config, int(read_manifest(found.path)["global_step"])
+    begun, noted = found.parts[trained.KEY].get("init_from"), pointers.read_note(found.path)
+    computed = found.parts.get("precision", {})
+    repos = sorted({source.repo for _, source in mixture.sources_of(config.data) if isinstance(source, HubData)})
+    loss = noted.val_loss if noted is not None else None
     rows = {
-        "model": f"{config.model.name}: {config.model.n_layer} layers of {config.model.n_embd}, "
-        f"{config.model.n_head} heads",
-        "began from": begun or "",
+        "began from": begun,
         "parameters": f"{parameters:,}",
         "context": f"{config.model.n_positions:,} tokens",
-        "tokenizer": data.tokenizer,
-        "text": data.name + (f" ({', '.join(repos)})" if repos else ""),
-        "trained on": f"{step * tokens_a_step(config):,} tokens: {step:,} steps of {config.global_batch_size:,} "
-        "sequences",
-        **_computed(found),
-        "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
-        f"weight decay {config.optim.weight_decay:g}",
-        "seed": str(config.seed),
-        "written by": ", ".join(f"{name} {version}" for name, version in manifest.get("written_by", {}).items()),
+        "text": config.data.name + (f" ({', '.join(repos)})" if repos else ""),
+        "trained on": f"{step * tokens_a_step(config):,} tokens",
+        "precision": ", recipe ".join(filter(None, (computed.get("ran"), computed.get("recipe")))),
+        "validation loss": "" if loss is None else f"{loss:.4f} nats a token",
     }
     metadata = [] if license_id is None else [f"license: {json.dumps(license_id)}"]
     metadata += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
@@ -129,25 +125,9 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
     return CARD.format(
         metadata="\n".join(metadata),
         name=config.model.name,
-        how="from scratch" if begun is None else "further",
         table="\n".join(f"| {key} | {value} |" for key, value in rows.items() if value),
         architecture=architecture,
     )
-
-
-def _computed(found: Trained) -> dict[str, str]:
-    """Return the card's rows of what the run computed in, and of its validation loss."""
-    said, in_bf16 = found.parts.get("precision", {}), found.step.get("last_in_bf16", 0)
-    ran, asked = said.get("ran", ""), found.config.precision
-    recipe = f", recipe {said['recipe']}" if said.get("recipe") else ""
-    last = f", the last {counted(in_bf16, 'step')} in bf16" if in_bf16 else ""
-    rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
-    noted = pointers.read_note(found.path)
-    if noted is not None and noted.val_loss is not None:
-        evaluated = isinstance(asked, FP8PrecisionConfig) and asked.evaluation == "bf16" and ran.startswith("fp8")
-        loss = f"{noted.val_loss:.4f} nats a token, perplexity {math.exp(min(noted.val_loss, 700)):,.2f}"
-        rows["validation loss"] = loss + (f", computed in {'bf16' if evaluated else ran}" if ran else "")
-    return rows
 
 
 def import_weights(source: Path, folder: Path, config: RunConfig) -> str:
@@ -169,13 +149,13 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
     Raises CheckpointError for weights that are damaged, or no weights of the model.
     """
     if not hf_config.is_folder(path):
-        return load.read_weights(path)
+        return files.read_weights(path)
     architecture, _ = hf_config.read_folder(path)
     where = hf_names.places(model, architecture, vocab_size)
-    with hf_folder.open_weights(path) as tensors:
+    with _open_weights(path) as tensors:
         stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)
         if differences := list(_differences(where, {name: tensors.shapes[key] for name, key in stored.items()})):
-            raise hf_folder.weights_error(path, differences[:_SHOWN])
+            raise _weights_error(path, differences[:_SHOWN])
         return {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
 
 
@@ -186,3 +166,74 @@ def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Itera
         if wanted.get(name) != given.get(name):
             there, needed = (str(of.get(name, "nothing")) for of in (given, wanted))
             yield f"{name} is {there} there, and the model has {needed}"
+
+
+class _Tensors:
+    """The tensors of a folder. Opening reads the files' headers; `load` reads numbers.
+
+    Attributes: `shapes`, by the names in the files.
+
+    Raises CheckpointError for a folder that cannot be read.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack):
+        self.path = path
+        opened = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in _files(path)}
+        self._files = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118 - no dict
+        self.shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in self._files.items()}
+
+    def load(self, key: str) -> Tensor:
+        """Return a tensor, on the CPU. Raises CheckpointError for one that is not float32, bfloat16 or float16."""
+        if (dtype := self._files[key].get_slice(key).get_dtype()) not in DTYPES:
+            raise _weights_error(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
+        tensor: Tensor = self._files[key].get_tensor(key)
+        return tensor
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[_Tensors]:
+    """Open a folder's weights. Raises CheckpointError, also for what cannot be read of them while they are open."""
+    with ExitStack() as stack:
+        try:
+            yield _Tensors(path, stack)
+        except (SafetensorError, OSError) as error:
+            raise _weights_error(path, [f"they cannot be read ({error})"]) from error
+
+
+def _weights_error(path: Path, reasons: list[str]) -> CheckpointError:
+    """Return the error that says why a folder's weights are of no use."""
+    return CheckpointError([Problem(f"the weights of init_from={path}: {reason}", _WHOLE) for reason in reasons])
+
+
+def _write_folder(path: Path, weights: dict[str, Tensor], config: dict[str, Any], others: Mapping[str, bytes]) -> None:
+    """Write a folder that is not there yet, or is empty. It appears whole or not at all. Raises OSError.
+
+    `others`: what other small files are to be in it, by their names.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        files.save_tensors(temporary / WEIGHTS, weights)
+        durable.write_json(temporary / CONFIG, config)
+        for name, content in others.items():
+            (temporary / name).write_bytes(content)
+            durable.fsync(temporary / name)
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    durable.fsync(path.parent)
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of a folder's files of weights."""
+    if (path / WEIGHTS).is_file():
+        return [WEIGHTS]
+    try:
+        names = sorted(set(disk.read_json(path / INDEX)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _weights_error(path, [f"{INDEX} cannot be read ({error})"]) from None
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        raise _weights_error(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
+    return names

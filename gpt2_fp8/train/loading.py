@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import logging
 import os
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from gpt2_fp8.checkpoint.lock import lock_run
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs, ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
 
 if TYPE_CHECKING:
     from gpt2_fp8.runtime.rendezvous import Meeting
 
+log = logging.getLogger(__name__)
+
 AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
+LOCK = ".lock"  # in the run's folder
+_RETRY_SECONDS = 0.2  # the last holder may delete the file after another process opened it, before it locked it
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def train(
@@ -65,6 +74,46 @@ def train(
         return loss
 
 
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run. Raises UserError if another run holds it, or if nothing can be written there.
+
+    The lock is filelock's `flock` on the file `.lock`, which says who holds it and since when. The kernel releases it
+    when the process dies. Over NFS, Linux extends it to the other hosts. Only rank 0's process takes it.
+    """
+    from filelock import FileLock, Timeout  # slow to import, and `--help` needs no lock
+
+    path = folder / LOCK
+    lock = FileLock(path, _RETRY_SECONDS, poll_interval=0.02, thread_local=False, fallback_to_soft=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        cause = f"another run is at work in {folder}: {_read_holder(path)}"
+        raise UserError.of(cause, "give this one another run_name") from None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise UserError.of(f"{path}: {error.strerror}", "hydra.run.dir=FOLDER puts a run elsewhere") from None
+        log.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error)
+    try:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {now}\n", encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):  # a file that stays locks nothing
+            path.unlink(missing_ok=True)
+        lock.release(force=True)
+
+
+def _read_holder(path: Path) -> str:
+    """Return who holds the lock according to the file."""
+    try:
+        return harmless(path.read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:
+        return f"{path} does not say which"
+
+
 def import_training() -> Callable[[RunConfig, RunEnd], float | None]:
     """Import torch and the training program, and return `fit.run`."""
     # When a process is gone, torch warns of each connection to it by a page of its own stack.
@@ -103,7 +152,7 @@ def processes_to_start(config: RunConfig) -> int:
 def launch(count: int, words: Sequence[str]) -> int:
     """Run a command line as `count` processes; returns the exit code."""
     with signals.handled():
-        from gpt2_fp8.runtime.launch import launch
+        from gpt2_fp8.runtime.rendezvous import launch
 
     return launch(count, words)
 

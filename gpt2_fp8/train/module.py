@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -207,10 +208,13 @@ class GPT2Module(pl.LightningModule):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights. Raises UserError with what differs when they are another model's."""
+        """Load weights. Raises CheckpointError with what differs when they are another model's."""
         self._check_built()
-        resume.refuse_other_weights(self.model.state_dict(), state_dict)
-        return self.model.load_state_dict(state_dict, strict, assign)
+        try:
+            return self.model.load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            remedy = "use the model= and data.tokenizer= that it was trained with"
+            raise CheckpointError.of(f"the checkpoint does not fit the model: {error}", remedy) from None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a run needs to continue: see `resume.add_state`."""

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
-from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
-from gpt2_fp8.config.shown import counted
-from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.schedule import build_schedule
+from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RegisteredOptimizer, RunConfig
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import trained
 
-log = logging.getLogger(__name__)
-
 _PARTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "rng", "TokenDataModule"}
-_SHOWN = 5  # weights that differ; a list of all of them helps nobody
 
 
 def add_state(checkpoint: dict[str, Any], step: TrainingStep) -> None:
@@ -66,9 +58,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     others += _other_run(path, checkpoint, config)
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
-    changes = [*_keep_own_settings(checkpoint, step), *_changed_precision(checkpoint, step)]
-    for change in changes if trainer.is_global_zero else ():
-        log.warning("%s", change)
+    _keep_own_settings(checkpoint, step)
     return list(checkpoint["rng"])
 
 
@@ -101,44 +91,18 @@ def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> 
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
 
-def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Iterator[str]:
-    """Say that validations, or the next steps, of a run in FP8 compute in another precision than before `checkpoint`.
-
-    The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
-    """
-    plan, done, in_bf16 = step.plan, checkpoint["global_step"], step.attempts.last_in_bf16
-    before = value_of(checkpoint, f"{trained.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
-    now = "bf16" if plan.evaluates_in_bf16 else "fp8"
-    if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
-        yield (
-            f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what "
-            f"FP8 rounds; precision.evaluation={before} goes on as it was"
-        )
-    if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
-        yield (
-            f"the last {counted(in_bf16, 'step')} before step {done + 1} were computed in bf16 "
-            "(precision.bf16_last_steps), and the next are in FP8 again: the run ends later now, or with fewer in bf16"
-        )
-
-
-def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> Iterator[str]:
-    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments.
-
-    Says how the next step's learning rate changes by that, if it does.
-    """
+def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> None:
+    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments."""
     config = step.config
     optimizer = build_optimizer(step.model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
     done, groups = checkpoint["lr_schedulers"][0]["last_epoch"], checkpoint["optimizer_states"][0]["param_groups"]
     rates = [rate * schedule.lr_lambdas[0](done) for rate in schedule.base_lrs]
     registered = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
-    before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         own = {"initial_lr", "weight_decay"} if registered else fresh.keys() - {"params"}
         saved.update({name: value for name, value in fresh.items() if name in own}, lr=lr)
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(done, rates)]
-    if isinstance(before, float) and f"{before:.1e}" != now:
-        yield f"learning rate {now} from step {done + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
 
 
 def _label(config: RunConfig) -> str:
@@ -149,19 +113,3 @@ def refuse(differences: list[Problem]) -> None:
     """Raise CheckpointError with every difference, if there are any."""
     if differences:
         raise CheckpointError(differences)
-
-
-def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with what differs in names, shapes and dtypes: torch would cast and change weights."""
-    here, there = ({name: _form(weight) for name, weight in weights.items()} for weights in (model, given))
-    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
-    causes = [
-        f"the checkpoint does not fit the model: {name} is {there.get(name, 'nothing')} there, "
-        f"{here.get(name, 'nothing')} here"
-        for name in names[:_SHOWN]
-    ]
-    refuse([Problem(cause, "use the model= and data.tokenizer= that it was trained with") for cause in causes])
-
-
-def _form(weight: Tensor) -> str:
-    return f"{tuple(weight.shape)}" + ("" if weight.dtype == torch.float32 else f" {weight.dtype}")

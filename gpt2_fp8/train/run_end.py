@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import shlex
 import signal
 import sys
@@ -13,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import durable, pointers
 from gpt2_fp8.config import disk, hf_config, own_words
 from gpt2_fp8.config.block_spec import block_spec
@@ -26,7 +23,7 @@ from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
 from gpt2_fp8.runtime import ranks
-from gpt2_fp8.runtime.programs import source_digest
+from gpt2_fp8.runtime.programs import read_versions
 
 log = logging.getLogger(__name__)
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
@@ -99,7 +96,7 @@ class Summary:
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
-    versions: dict[str, str | None] = field(default_factory=lambda: read_versions())
+    versions: dict[str, str | None] = field(default_factory=read_versions)
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
 
@@ -148,17 +145,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def read_versions() -> dict[str, str | None]:
-    """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
-    found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
-    found["python"] = platform.python_version()
-    for name in ("torch", "lightning", "transformer_engine"):
-        found[name] = None
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def _finite(value: Any) -> Any:

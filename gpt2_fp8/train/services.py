@@ -6,18 +6,16 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.schema import RunConfig, WandbConfig
@@ -31,7 +29,6 @@ _WRITING = threading.Lock()  # each service has a thread
 _LOCAL = "sqlite:///mlflow.db"  # in the folder where the command was typed, as MLflow's own server has it
 _TALKATIVE = ("mlflow", "alembic", "lightning.pytorch.loggers.mlflow")  # about tables and experiments made
 _STEP = "trainer/global_step"  # the name of the step in Lightning's rows
-_GROUPS = {"gradient": "gradients", "weight": "weights"}
 
 
 def read_run_id(folder: Path, service: str) -> str | None:
@@ -79,11 +76,6 @@ class Remote(Logger):
         """Close the run there, so that another one may begin in this process."""
         logger.finalize(status)
 
-    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
-        """Send the norms of gradients."""
-        norms = {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}
-        logger.log_metrics(norms, step)
-
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text."""
         raise NotImplementedError
@@ -99,11 +91,6 @@ class Remote(Logger):
         """Send hyper-parameters of a callback; the configuration is there already."""
         values = dict(params or {})
         self._send(lambda logger: logger.log_hyperparams(values))
-
-    @rank_zero_only
-    def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
-        """Send what the service shows of tensors' distributions."""
-        self._send(partial(self.send_histograms, tensors=list(tensors), step=step))
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
@@ -197,17 +184,6 @@ class Wandb(Remote):
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return WandbLogger(experiment=run)
-
-    def send_histograms(self, logger: Any, tensors: list[TensorStats], step: int) -> None:
-        """Send the distributions of tensors, and of gradients the norms."""
-        import wandb
-
-        bins = {
-            f"{_GROUPS[tensor.kind]}/{tensor.name}": (np.array(tensor.counts), np.array(tensor.edges))
-            for tensor in tensors
-        }
-        logger.log_metrics({name: wandb.Histogram(np_histogram=found) for name, found in bins.items()}, step)
-        super().send_histograms(logger, tensors, step)
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a table of one row."""

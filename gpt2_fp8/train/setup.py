@@ -16,18 +16,15 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
-from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.progress import ProgressBar
-from gpt2_fp8.callbacks.same_run import SameRun, log_kernels
-from gpt2_fp8.callbacks.samples import Samples
+from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar, Samples
+from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
-from gpt2_fp8.checkpoint import find, lock
+from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config import own_words, run_length
+from gpt2_fp8.config import run_length
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
@@ -42,7 +39,7 @@ from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
 from gpt2_fp8.runtime import ranks, registry, rendezvous
-from gpt2_fp8.train import run_end
+from gpt2_fp8.runtime.programs import read_versions
 from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.run_end import RunEnd
@@ -106,25 +103,12 @@ def resolve_micro_batch(
     return replace(config, micro_batch_size=largest_divisor(share, most))
 
 
-def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
-    """Raise UserError if the run's checkpoints, with those of `epochs`, cannot be written, or will not have room."""
-    if config.trainer.fast_dev_run:
-        return
-    padded, saved = padded_vocabulary(vocabulary(config)), config.callbacks
-    parameters = parameter_count(config.model, padded)
-    state = optimizer_bytes(config.optimizer, config.model, padded)
-    permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
-    between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
-    at_once = lock.peak_count(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
-    lock.check_space(checkpoints, at_once * lock.checkpoint_bytes(parameters, state))
-
-
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, verified, or None for a fresh start, also if `last` found none."""
     if config.ckpt_path is None:
         return None
     own = folder / "checkpoints"
-    found = find.resolve(config.ckpt_path, own)
+    found = pointers.resolve(config.ckpt_path, own)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
     elif found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
@@ -153,7 +137,12 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     ran += ", evaluation bf16" if plan.evaluates_in_bf16 else ""
     ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := run_length.bf16_last_steps(config)) else ""
     log.info("precision  %s", ran if plan.reason is None else f"{ran} instead of {plan.asked}: {plan.reason}")
-    log_kernels(plan.backend.kernels(vocab_size), plan.slower())
+    slower = plan.slower()
+    layers = [
+        words if part == "layers" else f"{part} {words}" for part, words in plan.backend.kernels(vocab_size).items()
+    ]
+    layers += [f"slower than it could be: {', '.join(slower)}"] if slower else []
+    log.log(logging.WARNING if slower else logging.INFO, "layers     %s", "; ".join(layers))
     state = optimizer_bytes(config.optimizer, model, padded) / parameters
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
@@ -179,7 +168,6 @@ class Parts:
     data: TokenDataModule
     throughput: Throughput
     memory: PeakMemory
-    same_run: SameRun
 
 
 def build(
@@ -201,18 +189,12 @@ def build(
     module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
     throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
     throughput.readers.append(first[1].write)
-    same_run = SameRun(
-        asdict(config),
-        run_end.read_versions() | _versions(plan),
-        partial(plan.backend.kernels, module.vocab_size),
-        config.micro_batch,
-        plan.slower(),
-    )
+    kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
+    same_run = SameRun(asdict(config), read_versions() | _versions(plan), kernels)
     callbacks: list[Callback] = [*first, throughput]
     if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
         write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None
-        typed = "callbacks.fp8_health_every_n_steps" in own_words.keys(end.words)
-        callbacks.append(FP8HealthLog(config, write, typed))
+        callbacks.append(FP8HealthLog(config, write))
     callbacks.append(memory)
     if config.logger.histograms_every_n_steps and not trial:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
@@ -220,7 +202,7 @@ def build(
     callbacks += last[:1] if trial else last
     loggers = [] if trial else build_loggers(config, end.folder, resume_step, end.in_sweep)
     trainer = build_trainer(config, plan, end.folder, callbacks, loggers)
-    return Parts(plan, trainer, module, data, throughput, memory, same_run)
+    return Parts(plan, trainer, module, data, throughput, memory)
 
 
 def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> list[Callback]:
@@ -233,7 +215,7 @@ def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> lis
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     extra = [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
     if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
-        callbacks.append(bar := ProgressBar(log_line.pace))
+        callbacks.append(bar := ProgressBar(log_line.total, log_line.left))
         throughput.readers.append(bar.read)
     return callbacks + extra
 

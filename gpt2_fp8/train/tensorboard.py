@@ -19,7 +19,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.histograms import TensorStats
-from gpt2_fp8.compat import tensorboard_hparams
 from gpt2_fp8.engine.fp8_health import Health
 
 if TYPE_CHECKING:
@@ -158,10 +157,16 @@ class EventFile(Lossy, TensorBoardLogger):
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, metrics: Any = None, step: int | None = None) -> None:
         """Write a row of the table of runs. Its results are the last points of the curves that matter."""
+        from tensorboard.plugins.hparams import summary_v2  # the public module wants TensorFlow
+
         self.hparams.update(params or {})
+        values = dict(self.hparams)
+        columns = [summary_v2.HParam(name) for name in values]
+        results = [summary_v2.Metric(tag, group=run, display_name=f"{run}: {tag}") for tag, run in _RESULTS]
+        trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
         with self._writing():
-            trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
-            tensorboard_hparams.write(self.experiment, dict(self.hparams), _RESULTS, trial)
+            self.experiment.file_writer.add_summary(summary_v2.hparams_config_pb(columns, results))
+            self.experiment.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
 
     @rank_zero_only
     def save(self) -> None:

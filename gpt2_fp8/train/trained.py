@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
@@ -48,7 +48,7 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
     """Return the checkpoint that `source` means: it is one, or a run's folder with its newest whole one or its best."""
     if not is_run(source):
         return source
-    found = find.resolve(which, source / "checkpoints")
+    found = pointers.resolve(which, source / "checkpoints")
     if found is None:
         raise UserError.of(f"{source} has no checkpoint yet", "name a run that has saved one")
     return found

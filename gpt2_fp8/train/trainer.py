@@ -168,7 +168,7 @@ def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
         cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
         found.append(Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1"))
     if trainer.state.fn == TrainerFn.FITTING:
-        found += [*_check_devices(trainer, config), *_check_length(trainer, config), *_check_parts(trainer, config)]
+        found += [*_check_length(trainer, config), *_check_parts(trainer, config)]
     if found:
         raise UserError(found)
     check_batch(config, trainer.world_size)
@@ -185,20 +185,6 @@ def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem
     if (of.model, of.precision, of.recipe) != (config.model, config.precision, config.recipe):
         cause = "the Trainer's FP8Precision is of another configuration than the module"
         yield Problem(cause, "build both from one: FP8Precision.from_config(config), GPT2Module(config)")
-    if (kind := trainer.strategy.root_device.type) != plugin.plan.device:
-        yield Problem(f"the Trainer computes on {kind!r}, and FP8Precision was made for {plugin.plan.device!r}")
-
-
-def _check_devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find other ranks than those that divide the text, or that divide the model."""
-    options, number = config.trainer, count_devices(config, devices.device(config))
-    if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, number):
-        cause = f"the Trainer has {trainer.num_devices} devices on each of {trainer.num_nodes} machines, and the "
-        cause += f"configuration trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}"
-        yield Problem(cause, f"trainer.devices={trainer.num_devices}, trainer.num_nodes={trainer.num_nodes}")
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        cause = f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model"
-        yield Problem(cause, "Trainer(strategy='ddp') on several GPUs, 'auto' on one")
 
 
 def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
@@ -213,7 +199,9 @@ def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find other text than the configuration's, and averaged weights, which no checkpoint would give back."""
+    """Find a divided model, averaged weights, which no checkpoint would give back, and another configuration's text."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        yield Problem(f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model", "'ddp'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             yield Problem(f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds "
@@ -225,8 +213,7 @@ def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def quiet_logs() -> None:
-    """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
-    devices.reset_peak_host()
+    """Leave the log to this run, on one rank."""
     if not ranks.is_first_rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in _QUIET:

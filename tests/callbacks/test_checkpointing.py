@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.checkpoint import files, find, pointers
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.writer import Writer
 from tests.callbacks.tiny_run import At, run, two_ranks
 
@@ -39,7 +39,7 @@ def test_the_newest_few_and_the_best_stay(tmp_path):
     best = {"checkpoint": "step-00000008", "step": 8, "val_loss": 1.0}
     assert json.loads((folder / "best.json").read_text()) == best
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["best.json", "last.json"]
-    assert find.resolve("best", folder) == folder / "step-00000008"
+    assert pointers.resolve("best", folder) == folder / "step-00000008"
 
 
 def test_a_resumed_run_remembers_its_best(tmp_path):
@@ -66,7 +66,7 @@ def test_later_checkpoints_of_a_branch_left_behind_are_not_taken_for_newer(tmp_p
     run(tmp_path, max_steps=5, every=1, keep=2, val=100, ckpt_path=str(tmp_path / "checkpoints" / "step-00000002"))
     assert saved(tmp_path) == [4, 5, 6, 8, 10]
     assert pointers.read(tmp_path / "checkpoints", "last").step == 5
-    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000005"
+    assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000005"
 
 
 def fail_for(monkeypatch, steps):
@@ -86,7 +86,7 @@ def test_what_a_killed_writer_left_is_swept_at_the_start(tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-00000004", folder / ".step-00000006.tmp")
     os.rename(folder / "step-00000004", folder / ".step-00000004.old")  # killed between the two renames
-    assert find.resolve("last", folder) == folder / ".step-00000004.old"
+    assert pointers.resolve("last", folder) == folder / ".step-00000004.old"
     module, _, _ = run(tmp_path, max_steps=5, every=0, keep=9, val=100)
     assert list(module.losses) == [5]
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -199,7 +199,7 @@ def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "write", once)
     _, _, tiers = run(tmp_path, max_steps=6, val=100)
     assert (tiers.tracker.saved_step, failures) == (6, [])
-    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
+    assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
 
 
 def test_a_state_that_no_checkpoint_can_keep_ends_the_run_at_the_next_step(tmp_path):
@@ -227,7 +227,7 @@ def test_what_is_saved_after_the_exception_is_written_too(tmp_path):
     late = [At("on_train_batch_start", 3, fall), Late()]
     with pytest.raises(RuntimeError, match="in the step"):
         run(tmp_path, val=100, callbacks=late)
-    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 3
+    assert files.read(pointers.resolve("last", tmp_path / "checkpoints"))["global_step"] == 3
 
 
 def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):

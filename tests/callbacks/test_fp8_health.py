@@ -43,8 +43,7 @@ def watched(monkeypatch):
     """The callback over a pretended run: which steps were read, sampled, written and logged."""
     import torch
 
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    seen = SimpleNamespace(read=[], sampled=[], written=[], logged=[], clock=clock, seconds=0.001)
+    seen = SimpleNamespace(read=[], sampled=[], written=[], logged=[])
     tensor = Health(FP8Tensor("head", "input", torch.float8_e4m3fn), 1.0, 448.0, 0.0)
 
     class Pretended:
@@ -52,7 +51,7 @@ def watched(monkeypatch):
         tensors = (tensor,)
 
         def __init__(self, step):
-            self.seconds = seen.seconds
+            pass
 
         def send(self):
             return f"sent in {seen.step}"
@@ -66,12 +65,11 @@ def watched(monkeypatch):
             return stored
 
     monkeypatch.setattr(fp8_health, "FP8Health", Pretended)
-    monkeypatch.setattr(fp8_health, "time", clock)
     logger = SimpleNamespace(log_metrics=lambda metrics, step: seen.logged.append(step))
 
-    def run(last, rank_zero=True, first=1, typed=False, in_fp8=None, late=False, results=()):
+    def run(last, rank_zero=True, first=1, in_fp8=None, late=False, results=()):
         (config,) = compose.preflight(["trainer.log_every_n_steps=10", "callbacks.fp8_health_every_n_steps=50"])
-        callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step), typed)
+        callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step))
         module = SimpleNamespace(step=Touched(in_fp8 or last, late))
         trainer = SimpleNamespace(
             is_global_zero=rank_zero, global_step=first - 1, loggers=[logger], should_stop=False, max_steps=last
@@ -82,7 +80,6 @@ def watched(monkeypatch):
             module.step.finish(dict(results).get(step - 1))  # the next one has been launched
             module.step.open = True
             trainer.global_step = seen.step = step
-            clock.now += 1.0
             callback.on_train_batch_end(trainer, module, None, {"ids": ...}, 0)
         return module.step.settled
 
@@ -107,20 +104,6 @@ def test_only_rank_0_reads_and_all_ranks_settle(watched):
     assert watched.read == watched.sampled == watched.logged == []
 
 
-def test_passes_take_at_most_a_hundredth_of_the_time(watched):
-    """A step takes a second, so a pass of 0.9 seconds may come every 90 steps. The first is not judged."""
-    watched.seconds = 0.9
-    watched.run(200)
-    assert watched.sampled == [1, 50, 100, 200]
-
-
-def test_an_interval_that_was_typed_holds(watched):
-    """A pass of 5.5 seconds every 50 steps of a second each is a tenth of the time."""
-    watched.seconds = 50 / 9
-    watched.run(200, typed=True)
-    assert watched.sampled == [1, 50, 100, 150, 200]
-
-
 def test_what_a_step_leaves_is_read_while_the_gpu_computes_the_next_one(watched):
     """Only a sampled pass, and the last step, wait for the GPU."""
     assert watched.run(64, late=True) == 3
@@ -128,13 +111,6 @@ def test_what_a_step_leaves_is_read_while_the_gpu_computes_the_next_one(watched)
     assert watched.read == [1, *late, 50, "sent in 60", 64]
     assert watched.logged == [1, *range(10, 61, 10), 64]
     assert watched.sampled == watched.written == [1, 50, 64]
-
-
-def test_all_ranks_settle_at_once_however_wide_the_interval_has_become(watched):
-    watched.seconds = 0.9
-    assert watched.run(210, late=True) == 6
-    assert watched.sampled == [1, 50, 100, 200, 210]
-    assert watched.run(210, late=True, rank_zero=False) == 6
 
 
 @pytest.mark.parametrize("result", [settled(first="not finite"), settled(absurd=1)])

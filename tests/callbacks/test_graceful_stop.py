@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
-from gpt2_fp8.checkpoint import files, find
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.runtime import signals
 from tests import forkserver
 from tests.callbacks.tiny_run import At, kill, run, two_ranks
 
@@ -28,14 +29,14 @@ def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
     assert done.returncode == code, done.stderr
     assert f"{name}: stopping and saving" in done.stderr
     assert "Traceback" not in done.stderr
-    path = find.resolve("last", tmp_path / "checkpoints")
+    path = pointers.resolve("last", tmp_path / "checkpoints")
     assert files.read(path)["global_step"] == 6  # the step that ran was finished
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
     ranks, outputs = two_ranks([sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"])
     assert [rank.returncode for rank in ranks] == [143, 143], outputs
-    checkpoint = files.read(find.resolve("last", tmp_path / "checkpoints"))
+    checkpoint = files.read(pointers.resolve("last", tmp_path / "checkpoints"))
     assert checkpoint["global_step"] == 5  # before the step, when the ranks ask each other
     assert len(checkpoint["rng"]) == 2
 
@@ -49,7 +50,7 @@ def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
     done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143, done.stderr
     assert "the step goes on" not in done.stdout
-    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
+    assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
 
 
 def hang_twice():
@@ -83,7 +84,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_runs_no_python(tmp_pat
         said = process.stderr.read()
     assert said.count("SIGTERM: stopping and saving") == 1, said
     assert {path.name for path in (tmp_path / "checkpoints").glob("*step-*")} == {"step-00000002", "step-00000004"}
-    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 4
+    assert files.read(pointers.resolve("last", tmp_path / "checkpoints"))["global_step"] == 4
 
 
 def multiply():
@@ -96,7 +97,7 @@ def test_a_signal_before_training_stops_before_the_first_step(tmp_path):
     with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[At("on_fit_start", 0, kill(signal.SIGTERM))])
     assert stopped.value.exit_code == 143
-    assert find.resolve("last", tmp_path / "checkpoints") is None
+    assert pointers.resolve("last", tmp_path / "checkpoints") is None
 
 
 def test_a_signal_while_a_run_is_prepared_ends_it_at_once():
@@ -131,8 +132,8 @@ def test_off_the_main_thread_signals_are_left_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def body():
-        with GracefulStop(save=lambda trainer: None) as stop:
-            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+        with GracefulStop(save=lambda trainer: None):
+            seen.append((signal.getsignal(signal.SIGTERM), signals.received()))
 
     thread = threading.Thread(target=body)
     thread.start()

@@ -1,13 +1,15 @@
-"""The log's lines: every figure from known metrics, known losses and a clock of the test's own."""
+"""The log's lines: every figure from known metrics, known losses and a clock of the test's own.
+
+How the bar is drawn is in `tests/test_terminals.py`.
+"""
 
 import logging
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-from gpt2_fp8.callbacks.log_line import LogLine, interval, validation
+from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar, interval, validation
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.engine.pace import Pace
 
 METRICS = {
     "train_loss": 3.45214,
@@ -50,7 +52,7 @@ def test_a_validation():
 def test_the_first_steps_tell_how_long(caplog):
     """Two steps of 2 s after a first one of 60 s: 4,096 tokens in 2 s, 297 steps are 594 s."""
     (config,), now = preflight([]), [0.0]
-    callback = LogLine(config, Pace(config.trainer.max_steps, clock=lambda: now[0]), lambda: None)
+    callback = LogLine(config, lambda: None, lambda: None, clock=lambda: now[0])
     trainer = SimpleNamespace(global_step=0, sanity_checking=False)
     caplog.set_level(logging.INFO, "gpt2_fp8")
     callback.on_train_start(trainer, SimpleNamespace(step=None))
@@ -65,7 +67,16 @@ def test_a_validation_is_compared_with_the_best_before_it(caplog):
     (config,) = preflight([])
     config = replace(config, trainer=replace(config.trainer, max_steps=1000))
     caplog.set_level(logging.INFO, "gpt2_fp8")
-    callback = LogLine(config, Pace(1000), lambda: (2.5, 100))
+    callback = LogLine(config, lambda: None, lambda: (2.5, 100))
     trainer = SimpleNamespace(global_step=200, sanity_checking=False)
     callback.on_validation_end(trainer, SimpleNamespace(val_loss=2.75))
     assert caplog.records[0].getMessage() == "step   200/1,000  val_loss 2.7500  (best 2.5000 at step 100)"
+
+
+def test_what_stands_beside_the_bar():
+    bar = ProgressBar(19_073, lambda step: (19_073 - step) / 2 if step else None)
+    assert bar.text() == "0/19,073"
+    bar.on_train_batch_end(SimpleNamespace(global_step=1200))
+    bar.read(1200, {"train_loss": 3.45214, "tokens_per_second": 845_012.4})
+    bar.on_validation_end(None, SimpleNamespace(val_loss=3.5))
+    assert bar.text() == "1,200/19,073  left 2 h 29 min  loss 3.4521  val_loss 3.5000  845,012 tok/s"

@@ -23,7 +23,7 @@ from torch import nn
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
-from gpt2_fp8.checkpoint import find
+from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.files import read_manifest
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
@@ -153,7 +153,7 @@ def run(
     """One leg of a run in `folder`; (module, trainer, tiers). `ckpt_path` is as the user gives it."""
     warnings.filterwarnings("ignore")
     folder = Path(folder)
-    path = find.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
+    path = pointers.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):  # a checkpoint has the state of all three
         seed(0)
     module = Tiny(length, val_losses)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_fp8.checkpoint import durable, files, find, pointers
+from gpt2_fp8.checkpoint import durable, files, pointers
 
 
 def checkpoint(step=3):
@@ -145,7 +145,7 @@ def test_killed_at_any_stage_a_readable_last_remains(tmp_path, monkeypatch, repl
     for stage in range(100):
         shutil.copytree(template, folder)
         calls = attempt(monkeypatch, save, stage)
-        path = find.resolve("last", folder)
+        path = pointers.resolve("last", folder)
         step = files.read_manifest(path)["global_step"]
         assert step in {2, target}, calls
         assert_reads_as(path, checkpoint(step))
@@ -153,7 +153,7 @@ def test_killed_at_any_stage_a_readable_last_remains(tmp_path, monkeypatch, repl
             break
         files.sweep(folder)
         assert all(files.is_checkpoint(entry) for entry in folder.iterdir() if entry.is_dir())
-        assert find.resolve("last", folder).parent == folder
+        assert pointers.resolve("last", folder).parent == folder
         assert {entry.name for entry in folder.iterdir()} >= {"step-00000001", "step-00000002", "last.json"}
         shutil.rmtree(folder)
     assert calls.count("rename") == (2 if replacing else 1)

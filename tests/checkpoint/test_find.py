@@ -8,8 +8,8 @@ import torch
 
 from gpt2_fp8.checkpoint import files, manifest, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
-from gpt2_fp8.checkpoint.find import resolve
 from gpt2_fp8.checkpoint.manifest import digests
+from gpt2_fp8.checkpoint.pointers import resolve
 
 
 def save(folder, *steps):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.load import read_plain, upgrade
+from gpt2_fp8.checkpoint.files import read_plain, upgrade
 
 VERSION_2 = Path(__file__).parent / "fixtures" / "version_2" / "step-00000003"  # of a run in pretended FP8
 

@@ -1,4 +1,4 @@
-"""The writer's order of things, in the step and in a thread; room, and the run's lock."""
+"""The writer's order of things, in the step and in a thread; and the run's lock."""
 
 import errno
 import fcntl
@@ -6,16 +6,16 @@ import logging
 import os
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import durable, files, find, lock, pointers
-from gpt2_fp8.checkpoint.lock import lock_run
+from gpt2_fp8.checkpoint import durable, files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train import loading
+from gpt2_fp8.train.loading import lock_run
 from gpt2_fp8.train.trainer import FolderCheckpointIO
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
@@ -89,10 +89,10 @@ def test_training_goes_on_while_the_disk_writes_and_may_change_everything(writer
     writer.save(live, at(1))
     live["state_dict"]["w"].fill_(99.0)
     live["optimizer_states"].append("more")
-    assert find.resolve("last", writer.folder) is None  # nothing points at what is not durable yet
+    assert pointers.resolve("last", writer.folder) is None  # nothing points at what is not durable yet
     gate.set()
     writer.wait()
-    kept = files.read(find.resolve("last", writer.folder))
+    kept = files.read(pointers.resolve("last", writer.folder))
     assert kept["state_dict"]["w"].tolist() == [1.0] * 8
     assert kept["optimizer_states"] == []
 
@@ -203,42 +203,17 @@ def test_after_a_step_back_the_best_that_is_written_anew_is_the_best_no_more(tmp
 # ---- before a run begins in a folder ---------------------------------------------------------------------------------
 
 
-def test_room_is_the_peak_less_what_is_there_and_one_more(tmp_path, monkeypatch):
-    def free(size):
-        monkeypatch.setattr(lock.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
-
-    assert lock.checkpoint_bytes(124_000_000, 8 * 124_000_000) == 1_489_000_000
-    counts = {(2, 0, True, True): 4, (2, 3, True, True): 7, (2, 0, False, True): 3}
-    counts |= {(1, 0, True, False): 3, (2, 0, False, False): 1}
-    assert {given: lock.peak_count(*given) for given in counts} == counts
-    free(4_000)
-    lock.check_space(tmp_path / "not" / "there" / "yet", 4_000)
-    free(5 * 10**9)
-    with pytest.raises(UserError, match=r"need 5\.96 GB, and 5 GB are free"):
-        lock.check_space(tmp_path / "c", 5_960_000_000)
-    for step in (1, 2):
-        files.write(tmp_path / pointers.folder_name(step), state(step, size=1000))
-    size = max(sum(file.stat().st_size for file in path.iterdir()) for path in pointers.steps(tmp_path).values())
-    free(size)
-    lock.check_space(tmp_path, 3 * size)
-    with pytest.raises(UserError):
-        lock.check_space(tmp_path, 3 * size + 1000)
-    free(size - 1)
-    with pytest.raises(UserError):
-        lock.check_space(tmp_path, 0)
-
-
 def test_the_lock_file_says_who_and_goes_with_the_holder(tmp_path):
     folder = tmp_path / "run"
     with lock_run(folder):
-        said = (folder / lock.NAME).read_text().strip()
+        said = (folder / loading.LOCK).read_text().strip()
         assert said.startswith(f"process {os.getpid()} on {socket.gethostname()}, since 20")
         with pytest.raises(UserError) as refused, lock_run(folder):
             pass
         assert said in str(refused.value)
         with lock_run(tmp_path / "other"):
             pass
-        (folder / lock.NAME).write_text("\x1b[2J")
+        (folder / loading.LOCK).write_text("\x1b[2J")
         with pytest.raises(UserError, match="another run is at work") as refused, lock_run(folder):
             pass
         assert "\x1b" not in str(refused.value)

@@ -22,7 +22,7 @@ def made(limit=3, sigma=6.0, patience=4):
 
 
 def events(it):
-    return [(event.step, event.what) for event in it.events]
+    return [(event["step"], event["what"]) for event in it.events]
 
 
 def run(it, *verdicts, start=1, first=None):
@@ -155,4 +155,4 @@ def test_events_are_bounded_and_counts_are_not():
     assert (len(it.events), it.reruns) == (EVENTS, EVENTS + 100)
     with pytest.raises(RollBack):
         run(it, BAD, BAD, start=EVENTS + 101)
-    assert it.events[-1].what == "rollback"
+    assert it.events[-1]["what"] == "rollback"

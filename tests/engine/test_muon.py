@@ -8,8 +8,7 @@ import torch
 
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.config.schema import MuonOptimizer
-from gpt2_fp8.engine.muon import MuonAdamW
-from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.optim import MuonAdamW, build_optimizer
 from tests.common import CONFIG, OPTIM, build
 
 CHOICE = MuonOptimizer(name="muon", matrix_lr=None, momentum=0.95, ns_steps=5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt2_fp8.engine.rounding import Keys, mixed, random_bits, round_stochastically
+from gpt2_fp8.engine.small_adamw import Keys, mixed, random_bits, round_stochastically
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16

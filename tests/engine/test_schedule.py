@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.schedule import build_schedule, learning_rate_factor
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule, learning_rate_factor
 from tests.common import OPTIM, build
 
 LINEAR = replace(OPTIM, schedule="linear", warmup_steps=10)

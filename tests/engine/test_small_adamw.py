@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.compat.torch_private import skip_where
-from gpt2_fp8.engine.rounding import Keys
-from gpt2_fp8.engine.small_adamw import SmallAdamW
+from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 

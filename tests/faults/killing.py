@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2_fp8.checkpoint import files, find, pointers
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.writer import Writer
 
 SIZE = 1 << 18  # float32 numbers in each of two tensors
@@ -66,7 +66,7 @@ def in_midst(folder):
 def save_for_ever(folder, told, asynchronous):
     """Save every step after the last one; `told` always holds a step that is on the disk."""
     writer = Writer(folder, keep=2, asynchronous=asynchronous)
-    path = find.resolve("last", folder)
+    path = pointers.resolve("last", folder)
     step = files.read(path)["global_step"] if path else 0
     writer.begin(step or None, None)
     while True:
@@ -83,7 +83,7 @@ def kill_writers(folder, kills):
         kill_after(child, random.uniform(0.0, 0.12))
         midst += in_midst(folder)
         least = struct.unpack("q", told[:8])[0]
-        path = find.resolve("last", folder)
+        path = pointers.resolve("last", folder)
         if path is None:
             assert least == 0
             continue
@@ -129,7 +129,7 @@ def kill_runs(folder, kills):
             if not ended:
                 killed += 1
                 checkpoints = path / "checkpoints"
-                last = find.resolve("last", checkpoints)
+                last = pointers.resolve("last", checkpoints)
                 midst += last is not None and in_midst(checkpoints)
                 assert last is None or files.read(last)["global_step"] > 0
         assert equal(end_of(path, STEPS), end_of(folder / "peace", STEPS)), path

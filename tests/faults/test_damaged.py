@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import durable, files, find, manifest, pointers
+from gpt2_fp8.checkpoint import durable, files, manifest, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import setup
@@ -136,13 +136,13 @@ def test_a_newer_version_is_refused_and_both_are_named(run):
     newer["written_by"]["gpt2_fp8"] = "9.9.9"
     (path / "manifest.json").write_text(json.dumps(newer))
     with pytest.raises(CheckpointError, match=r"format 7; this gpt2_fp8 .* reads up to 3") as error:
-        find.resolve(str(path), run / "checkpoints")
+        pointers.resolve(str(path), run / "checkpoints")
     assert error.value.problems[0].remedy == "use gpt2_fp8 9.9.9 or later"
 
 
 def test_a_checkpoint_of_version_1_loads_and_is_said_to_be_unchecked(tmp_path, caplog):
     path = Path(shutil.copytree(VERSION_1, tmp_path / "checkpoints" / VERSION_1.name))
-    assert find.resolve("last", path.parent) == path
+    assert pointers.resolve("last", path.parent) == path
     saved = files.read(path)
     assert "format 1" in caplog.text
     assert saved["precision"]["ran"] == "bf16"

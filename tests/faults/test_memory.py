@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gpt2_fp8.callbacks import samples
+from gpt2_fp8.callbacks import log_line
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
 from tests import forkserver
@@ -175,7 +175,7 @@ def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog
     def full(*_, **__):
         raise torch.OutOfMemoryError(TEXT)
 
-    monkeypatch.setattr(samples, "generate", full)
+    monkeypatch.setattr(log_line, "generate", full)
     steps, _ = recorded(tmp_path / "run", *STEPS, "callbacks.sample_tokens=4")
     assert steps == clean[0]
     assert sum("no sample at step" in record.message for record in caplog.records) == 2

@@ -12,7 +12,7 @@ from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.engine import divergence
-from gpt2_fp8.engine.schedule import learning_rate_factor
+from gpt2_fp8.engine.optim import learning_rate_factor
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong

@@ -9,19 +9,17 @@ import resource
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import files, find, lock, pointers
-from gpt2_fp8.checkpoint.lock import lock_run
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.train import setup
+from gpt2_fp8.train import loading
+from gpt2_fp8.train.loading import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
@@ -50,7 +48,7 @@ def at(step, val_loss=None):
 
 def begun(folder, **options):
     writer = Writer(folder, **{"keep": 2, "asynchronous": False} | options)
-    last = find.resolve("last", folder)
+    last = pointers.resolve("last", folder)
     writer.begin(last and pointers.step_of(last.name), None)
     return writer
 
@@ -106,11 +104,11 @@ def test_03_killed_between_rename_and_pointer_there_is_an_old_or_a_new_one(tmp_p
             writer.save(state(2), at(2))
     assert list(pointers.steps(tmp_path)) == [1, 2]  # at no moment less than one
     expected = 1 if before[0] == "pointers" else 2
-    assert files.read(find.resolve("last", tmp_path))["global_step"] == expected
+    assert files.read(pointers.resolve("last", tmp_path))["global_step"] == expected
     writer = begun(tmp_path, keep=1)  # the run again, which comes to step 2 once more
     writer.save(state(2), at(2))
     assert list(pointers.steps(tmp_path)) == [2]
-    assert files.read(find.resolve("last", tmp_path))["state_dict"]["w"][0] == 2
+    assert files.read(pointers.resolve("last", tmp_path))["state_dict"]["w"][0] == 2
 
 
 # ---- 04, 05: disks that are full -------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path
     monkeypatch.setattr(files, "write", full)
     with pytest.raises(RunError, match=r"the end of the run \(step 6\) could not be saved"):
         tiny_run.run(tmp_path, max_steps=6, val=100)
-    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
+    assert files.read(pointers.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer
@@ -174,7 +172,7 @@ def test_05_an_fsync_that_fails_is_a_save_that_failed(tmp_path, monkeypatch, cap
         writer.save(state(2), at(2))
         if count[0] < stages:
             break
-        last = files.read(find.resolve("last", tmp_path))["global_step"]
+        last = files.read(pointers.resolve("last", tmp_path))["global_step"]
         # Only the very last one, of the folder in which the pointer was renamed, comes when 2 is in place.
         assert last == 1 or (last == 2 and pointers.read(tmp_path, "last").step == 2)
         assert 1 in pointers.steps(tmp_path)
@@ -252,7 +250,7 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
         interrupt(patch, 4, 3, fall)
         with pytest.raises(BrokenError):
             train(tmp_path / "run", base=SHORT)
-    assert find.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
+    assert pointers.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
     assert summary(tmp_path / "run")["checkpoint"]["last"] == str(checkpoint(tmp_path / "run", 4))
     train(tmp_path / "run", "ckpt_path=last", base=SHORT)
     assert_as_whole(tmp_path / "run", steps, whole)
@@ -270,7 +268,7 @@ def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
 
 # ---- 26, 27: folders -------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from gpt2_fp8.checkpoint.lock import lock_run\n"
+HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.loading import lock_run\n"
 HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
@@ -289,9 +287,9 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     finally:
         first.kill()
         first.communicate()
-    assert (tmp_path / lock.NAME).exists()  # it had no time to take its file away
+    assert (tmp_path / loading.LOCK).exists()  # it had no time to take its file away
     with lock_run(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / lock.NAME).read_text()
+        assert f"process {os.getpid()} " in (tmp_path / loading.LOCK).read_text()
 
 
 def test_27_a_folder_that_cannot_be_written_ends_with_2_before_torch_is_loaded(tmp_path):
@@ -304,14 +302,6 @@ def test_27_a_folder_that_cannot_be_written_ends_with_2_before_torch_is_loaded(t
     assert "hydra.run.dir" in done.stderr
 
 
-def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(lock.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
-    setup.check_room(compose.preflight(SMALL)[0], tmp_path, epochs=0)
-    with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free"):
-        setup.check_room(compose.preflight(["model=gpt2", "data.tokenizer=gpt2"])[0], tmp_path, epochs=0)
-
-
 # ---- 28: leaving while something is being written --------------------------------------------------------------------
 
 
@@ -320,7 +310,7 @@ import os, sys, threading, torch
 from pathlib import Path
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.lock import lock_run
+from gpt2_fp8.train.loading import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 folder, how = Path(sys.argv[1]), sys.argv[2]
@@ -352,6 +342,6 @@ def test_28_however_a_process_leaves_the_last_one_is_whole(tmp_path, how, code, 
     assert done.returncode == code, done.stderr
     step = pointers.read(tmp_path, "last").step
     assert step in steps
-    assert files.read(find.resolve("last", tmp_path))["global_step"] == step
+    assert files.read(pointers.resolve("last", tmp_path))["global_step"] == step
     begun(tmp_path)
     assert not list(tmp_path.glob(".*"))

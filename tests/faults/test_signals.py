@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.checkpoint import files, find
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
@@ -66,7 +66,7 @@ def last_step(folder):
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoints"):
             thread.join(0.5)  # it waits for more when it is done
-    return files.read(find.resolve("last", folder / "checkpoints"))["global_step"]
+    return files.read(pointers.resolve("last", folder / "checkpoints"))["global_step"]
 
 
 @pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (6, signal.SIGTERM, 143)])
@@ -119,7 +119,7 @@ def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tm
     with pytest.raises(slurm.Requeued):
         run(tmp_path, callbacks=[early])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(slurm.NoProgress) as stopped:
+    with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[early])
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
     assert scontrol.read_text() == "requeue 4242\n"
@@ -305,7 +305,7 @@ def test_45_in_start_up(tmp_path, phase, number, code):
     assert process.returncode == code, output
     assert "Traceback" not in output
     assert "stopped by signal" in output
-    assert find.resolve("last", tmp_path / "outputs/run/checkpoints") is None
+    assert pointers.resolve("last", tmp_path / "outputs/run/checkpoints") is None
 
 
 # ---- the whole group ---------------------------------------------------------------------------------------------

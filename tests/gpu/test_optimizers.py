@@ -5,8 +5,7 @@ import torch
 
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.rounding import Keys
-from gpt2_fp8.engine.small_adamw import SmallAdamW, update_plain
+from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, update_plain
 from tests.common import OPTIM
 from tests.common import build as small_model
 from tests.gpu.common import RUN

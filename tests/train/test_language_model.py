@@ -10,8 +10,7 @@ import torch
 
 import gpt2_fp8
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine.optim import build_optimizer
-from gpt2_fp8.engine.schedule import build_schedule
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import resolve
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.hparams import metadata
 
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
@@ -160,3 +161,16 @@ def test_a_text_is_shown_as_it_is(text):
     shown = markdown_to_safe_html(code_block(text))
     inside = html.unescape(shown.partition("<code>")[2].rpartition("</code>")[0])
     assert inside.rstrip("\n") == text
+
+
+def test_a_run_is_a_row_of_the_table_with_its_values_and_results(tmp_path):
+    values = {"optim.lr": 1e-3, "seed": 3, "precision": "bf16", "compile": True}
+    event_file(tmp_path, None).log_hyperparams(values)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    content = found.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
+    started = metadata.parse_session_start_info_plugin_data(content).hparams
+    shown = {name: getattr(started[name], started[name].WhichOneof("kind")) for name in started}
+    assert shown == {"optim.lr": 1e-3, "seed": 3.0, "precision": "bf16", "compile": True}
+    content = found.summary_metadata[metadata.EXPERIMENT_TAG].plugin_data.content
+    result, *_ = metadata.parse_experiment_plugin_data(content).metric_infos
+    assert (result.name.tag, result.name.group) == ("loss", "val")

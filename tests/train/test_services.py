@@ -14,7 +14,6 @@ from gpt2_fp8.train.services import Remote
 from tests.runs import SMALL, metrics, recorded, train, train_until
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=3"]
-HISTOGRAMS = ["logger.histograms_every_n_steps=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def identifiers_of(folder):
 
 def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     folder = tmp_path / "run"
-    words = [*FEW, *HISTOGRAMS, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
+    words = [*FEW, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
     train_until(4, folder, *words)
     first = services.read_run_id(folder, "wandb")
     train(folder, *words, "ckpt_path=last")
@@ -80,7 +79,6 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     rows = rows_of(folder)
     losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
     assert losses == pytest.approx(metrics(folder)["train_loss"])
-    assert any(key.startswith("gradients/blocks.0") for row in rows for key in row)
 
 
 def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
