@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import disk, paths
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.programs import why_no_model
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 
@@ -44,7 +45,7 @@ def _export(argv: list[str]) -> None:
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if why := paths.why_no_model(source):
+    if why := why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):
         yield from wrong

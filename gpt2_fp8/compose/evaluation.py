@@ -14,10 +14,10 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose import composition
 from gpt2_fp8.compose.commandline import Program, read, settings, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
-from gpt2_fp8.config import checks, hints, mixture, parsing, tokenizer_file
+from gpt2_fp8.config import checks, mixture, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.keys import either, key_paths, near_names, show
 from gpt2_fp8.config.programs import EvaluateConfig, check_evaluate
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
@@ -77,7 +77,7 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
         if why := _why_no_key(key):
             problems.append(Problem(f"{key}={show(value)}: {why}"))
         elif not ("." in key or key in KEYS) or not _put(plain, key, value):
-            near = hints.either(hints.near(key, [*_OWN, *GROUPS, *KEYS]))
+            near = either(near_names(key, [*_OWN, *GROUPS, *KEYS]))
             problems.append(Problem(f"there is no key {key}", f"did you mean {near}?" if near else ""))
     config, found = parsing.build(RunConfig, plain)
     problems += found
@@ -109,7 +109,7 @@ def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], pr
     for word in choices:
         group, line = word.key_or_group, str(word.input_line)
         if group not in GROUPS:
-            why = _why_no_key(group) or f"an evaluation takes {hints.either(GROUPS)}"
+            why = _why_no_key(group) or f"an evaluation takes {either(GROUPS)}"
             problems.append(Problem(f"{line}: {why}"))
         elif found := list(composition.check_override(word, catalog, multirun=False)):
             problems += found

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import (
     backend_support,
     block_spec,
+    disk,
     hf_config,
     kept_layers,
     mixture,
-    paths,
     run_length,
     tokenizer_file,
 )
-from gpt2_fp8.config.data_schema import HubData, MixtureData
+from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, HubData, Mixed, MixtureData, TextData, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import problem, value_of
+from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
@@ -48,7 +49,7 @@ def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
     """
     if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
         return list(mixture.check(config))
-    found = [] if but_paths else paths.check(config)
+    found = [] if but_paths else _paths(config)
     return [*found, *(problem for across in _ACROSS for problem in across(config))]
 
 
@@ -87,7 +88,7 @@ def _names_of_source(config: RunConfig) -> Iterator[Problem]:
 def _vocabulary(config: RunConfig) -> Iterator[Problem]:
     """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
     tokens, vocab_size = None, config.model.vocab_size
-    with suppress(UserError):  # `paths` says it
+    with suppress(UserError):  # `_paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
     if config.init_from and hf_config.is_folder(config.init_from):
         yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
@@ -185,6 +186,74 @@ def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
     if absent := [library for library in libraries if find_spec(library) is None]:
         cause = f"logger={name}: the library {absent[0]}, which it needs, is not installed"
         yield Problem(cause, f'pip install -e ".[{name}]"', (f"logger.{name}",))
+
+
+# ---- names and paths, and whether something is there -----------------------------------------------------------------
+
+
+def _paths(config: RunConfig) -> list[Problem]:
+    found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
+    for name, source in mixture.sources_of(config.data):
+        found += (mixture.as_named(problem, name) for problem in _check_source(source))
+    return found
+
+
+def _check_run_name(name: str) -> Iterator[Problem]:
+    reason = None
+    if not name.strip() or name != name.strip() or not name.isprintable():
+        reason = "is no plain name"
+    elif name.startswith(("/", "~")) or "\\" in name or {"..", "."} & {*PurePosixPath(name).parts, name}:
+        reason = "leads out of outputs/"
+    if reason:
+        cause = f"run_name={show(name)}: {reason}"
+        yield Problem(cause, "hydra.run.dir=FOLDER puts a run elsewhere", ("run_name",))
+
+
+def _check_checkpoints(config: RunConfig) -> Iterator[Problem]:
+    if config.ckpt_path is not None and config.init_from is not None:
+        yield problem(config, "ckpt_path init_from", "one continues a run, the other starts one from weights")
+    for key, value in (("ckpt_path", config.ckpt_path), ("init_from", config.init_from)):
+        if value is None or (key == "ckpt_path" and value in ("last", "best")):
+            continue
+        path, example = Path(value).expanduser(), f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
+        if not value or not path.is_dir():
+            yield problem(config, key, f"there is no such folder (looked in {Path.cwd()})", example)
+        elif (path / "checkpoints").is_dir() and not os.path.lexists(path / "manifest.json"):
+            yield problem(config, key, "is a run's folder, and a checkpoint's is needed", example)
+        elif key == "ckpt_path" and hf_config.is_folder(path):
+            yield problem(config, key, "is a Hugging Face folder", f"init_from={show(value)}")
+
+
+def _check_source(data: Mixed) -> Iterator[Problem]:
+    if isinstance(data, FileOrHubData) and data.path:
+        path = Path(data.path).expanduser()
+        if os.path.lexists(path) and (reason := disk.why_unreadable(path)):
+            yield Problem(f"data.path: {reason}", keys=("data.path",))
+    if isinstance(data, (FilesData, TokenFilesData)):
+        if not data.train_files:
+            kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
+            yield problem(data, "train_files", "nothing to train on", f"name files: {kinds}", prefix="data.")
+        for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+            yield from (Problem(cause, keys=(key,)) for word in patterns for cause in _check_pattern(key, word))
+        none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
+        if not data.val_files and data.val_sequences > 0 and none_held_out:
+            remedy = "data.val_sequences=0 for no validation"
+            yield problem(data, "val_files", "nothing is held out to validate on", remedy, prefix="data.")
+    if isinstance(data, TextData) and data.cache_dir is not None:
+        yield from disk.check_folder(data.cache_dir, "data.cache_dir")
+    try:
+        tokenizer_file.number_of_ids(data.tokenizer)
+    except UserError as error:
+        yield from (one._replace(keys=("data.tokenizer",)) for one in error.problems)
+
+
+def _check_pattern(key: str, pattern: str) -> Iterator[str]:
+    matches = disk.find(pattern) if pattern else []
+    reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
+    if not matches:
+        yield f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
+    elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
+        yield f"{key}: {reasons[0]}"
 
 
 _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
