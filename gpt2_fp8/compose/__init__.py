@@ -168,13 +168,9 @@ def load_config(*words: str) -> RunConfig:
     except UserError as error:
         raise UserError([*problems, *error.problems]) from None
     if config is not None:  # a choice of several keys (`debug=fdr`) may have set them
-        trainer = config.trainer
-        only = {"micro_batch_size=auto": config.micro_batch_size == "auto",
-                f"trainer.max_epochs={trainer.max_epochs}": trainer.max_epochs is not None,
-                f"trainer.fast_dev_run={show(trainer.fast_dev_run)}": trainer.fast_dev_run,
-                f"trainer.profiler={trainer.profiler}": trainer.profiler,
-                f"trainer.max_time={trainer.max_time}": trainer.max_time}  # fmt: skip
-        problems += [_read_by_run(word) for word, is_set in only.items() if is_set]
+        problems += [_read_by_run("micro_batch_size=auto")] if config.micro_batch_size == "auto" else []
+        values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
+        problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
     if problems or config is None:
         raise UserError(problems)
     registry.load(config.plugins, Path.cwd())

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,15 @@ from gpt2_fp8.config import (
     run_length,
     tokenizer_file,
 )
-from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, HubData, Mixed, MixtureData, TextData, TokenFilesData
+from gpt2_fp8.config.data_schema import (
+    FileOrHubData,
+    FilesData,
+    Mixed,
+    MixtureData,
+    RegisteredData,
+    TextData,
+    TokenFilesData,
+)
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
@@ -64,8 +71,8 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 def _names(config: RunConfig) -> Iterator[Problem]:
     for name, source in mixture.sources_of(config.data):
-        for found in _names_of_source(replace(config, data=source)):
-            yield mixture.as_named(found, name)
+        if isinstance(source, RegisteredData) and not config.plugins:
+            yield mixture.as_named(problem(source, "source", "is registered by no plugin", prefix="data."), name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
@@ -73,16 +80,6 @@ def _names(config: RunConfig) -> Iterator[Problem]:
     for key in () if config.plugins else ("callbacks.extra", "logger.extra", "optimizer.factory", "recipe.factory"):
         if value_of(config, key):
             yield problem(config, key, "is registered by no plugin")
-
-
-def _names_of_source(config: RunConfig) -> Iterator[Problem]:
-    if not config.plugins and value_of(config, "data.source"):
-        yield problem(config, "data.source", "is registered by no plugin")
-    for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
-        if value_of(config, key) == "":
-            yield problem(config, key, "is empty")
-    if isinstance(config.data, HubData) and not config.data.train_files:
-        yield problem(config, "data.train_files", "names no file")
 
 
 def _vocabulary(config: RunConfig) -> Iterator[Problem]:
