@@ -63,10 +63,7 @@ def _run(name: str, argv: list[str]) -> int:
     try:
         runpy.run_module(f"gpt2_fp8.{name}", run_name="__main__", alter_sys=False)
     except SystemExit as ended:
-        if isinstance(ended.code, int) or ended.code is None:
-            return ended.code or 0
-        print(ended.code, file=sys.stderr)
-        return 1
+        return int(ended.code or 0)
     return 0
 
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
@@ -34,10 +33,6 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    wrong = disk.check_folder(picture.absolute().parent, "--picture")
-    if picture.is_dir() or wrong:
-        why = wrong[0].cause if wrong else "is a folder"
-        raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
     configs = compose.preflight(words)
     from gpt2_fp8.train.setup import resolve_length  # after what was typed is known to be right: it loads torch
 

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose import composition
 from gpt2_fp8.compose.commandline import Program, read, settings, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
-from gpt2_fp8.config import checks, mixture, parsing, tokenizer_file
+from gpt2_fp8.config import checks, data_schema, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import either, near_names, show
@@ -158,13 +158,13 @@ def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
 
 def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
     """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
-    named = mixture.sources_of(config.data)
+    named = data_schema.sources_of(config.data)
     sources = [_validated_on(source) for _, source in named]
     unsaid = {"model.vocab_size"}
     for (name, source), looked in zip(named, sources, strict=True):
         if looked is not source:  # what is wrong with these files is said of val_files
             unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
-    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
+    looked_at = replace(config, data=data_schema.with_sources(config.data, sources)) if sources else config
     found = [problem for problem in checks.check(looked_at) if not unsaid & set(problem.keys)]
     if config.micro_batch_size == "auto":
         found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))

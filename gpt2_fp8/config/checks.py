@@ -13,10 +13,10 @@ from pathlib import Path, PurePosixPath
 from gpt2_fp8.config import (
     backend_support,
     block_spec,
+    data_schema,
     disk,
     hf_config,
     kept_layers,
-    mixture,
     run_length,
     tokenizer_file,
 )
@@ -55,7 +55,7 @@ def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
     `but_paths`: it may be for another machine.
     """
     if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
-        return list(mixture.check(config))
+        return list(data_schema.check_mixture(config.data))
     found = [] if but_paths else _paths(config)
     return [*found, *(problem for across in _ACROSS for problem in across(config))]
 
@@ -70,9 +70,9 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[Problem]:
-    for name, source in mixture.sources_of(config.data):
+    for name, source in data_schema.sources_of(config.data):
         if isinstance(source, RegisteredData) and not config.plugins:
-            yield mixture.as_named(problem(source, "source", "is registered by no plugin", prefix="data."), name)
+            yield data_schema.as_named(problem(source, "source", "is registered by no plugin", prefix="data."), name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
@@ -190,8 +190,8 @@ def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
 
 def _paths(config: RunConfig) -> list[Problem]:
     found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
-    for name, source in mixture.sources_of(config.data):
-        found += (mixture.as_named(problem, name) for problem in _check_source(source))
+    for name, source in data_schema.sources_of(config.data):
+        found += (data_schema.as_named(problem, name) for problem in _check_source(source))
     return found
 
 
@@ -256,7 +256,7 @@ def _check_pattern(key: str, pattern: str) -> Iterator[str]:
 _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _names,
     kept_layers.check,
-    mixture.check,
+    lambda config: data_schema.check_mixture(config.data),
     _format,
     _shape,
     _vocabulary,
@@ -264,6 +264,6 @@ _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _without_effect,
     _known_batch,
     backend_support.check,
-    mixture.check_borders,
+    lambda config: data_schema.check_borders(config.data) if config.document_mask else iter(()),
     check_logger,
 )

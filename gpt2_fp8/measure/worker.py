@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity
 from gpt2_fp8 import __version__
 from gpt2_fp8.compat import torch_private
 from gpt2_fp8.config import parsing
+from gpt2_fp8.config.data_schema import without_validation
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, hf_folder, load, pointers
 from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config import hf_config, mixture, tokenizer_file
+from gpt2_fp8.config import data_schema, hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.data_schema import HubData
@@ -105,7 +105,7 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
     config, manifest, data = found.config, read_manifest(found.path), found.config.data
     step = int(manifest["global_step"])
     begun = found.parts[trained.KEY].get("init_from")
-    repos = sorted({source.repo for _, source in mixture.sources_of(data) if isinstance(source, HubData)})
+    repos = sorted({source.repo for _, source in data_schema.sources_of(data) if isinstance(source, HubData)})
     rows = {
         "model": f"{config.model.name}: {config.model.n_layer} layers of {config.model.n_embd}, "
         f"{config.model.n_head} heads",
