@@ -231,9 +231,7 @@ def _compose(case: _Case, bench: BenchConfig, catalog: Catalog, gpu: bool, probl
         if config.trainer.devices != 1 or config.trainer.num_nodes != 1:
             found.append(Problem("the benchmark measures one device, and this is a run on several"))
         if not limits(config):
-            found.append(
-                Problem("the benchmark counts no epochs", "trainer.max_steps=NUMBER in the file that has null")
-            )
+            found.append(Problem("the benchmark counts no epochs", "trainer.max_steps=NUMBER in the file"))
         model, whole = config.model, bench.global_batch_size
         if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
             model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
