@@ -10,6 +10,7 @@ written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -66,7 +67,7 @@ def _bench(argv: list[str]) -> None:
     bench, configs, device = _request(argv)
     folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     (folder / "logs").mkdir(parents=True)
-    record = Record(folder, asdict(bench), benchmark.PROGRAM.command, argv)
+    record = Record(folder, asdict(bench), shlex.join([*benchmark.PROGRAM.command.split(), *argv]))
     if device == "cpu":
         why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
         print(f"{why}: this measures the CPU, and says nothing about a GPU.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -38,9 +37,6 @@ _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and 
 _SHAPE = ["n_embd", "n_head", "n_kv_head", "head_size"]
 _ROPE = ["rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"]
 
-_NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule
-_LONGEST_PROJECT = 128  # likewise
-_STORES = ("http://", "https://", "sqlite:///", "file:", "postgresql", "mysql", "mssql", "databricks")
 _SQL = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -166,17 +162,9 @@ def check_logger(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
     if logger.wandb is not None:
         yield from _missing("wandb", ["wandb"])
-        project = logger.wandb.project
-        if not project.strip() or _NOT_IN_A_PROJECT.search(project) or len(project) > _LONGEST_PROJECT:
-            reason = f"W&B's names of projects have up to {_LONGEST_PROJECT} characters, and none of / \\ # ? % :"
-            yield problem(config, "logger.wandb.project", reason)
     if logger.mlflow is not None:
         uri = logger.mlflow.tracking_uri
         yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
-        if not logger.mlflow.experiment.strip():
-            yield problem(config, "logger.mlflow.experiment", "is empty")
-        if uri is not None and not uri.startswith(_STORES):
-            yield problem(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows")
 
 
 def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -135,8 +134,7 @@ class Record:
 
     folder: Path
     bench: dict[str, Any]
-    program: str  # as the user types it
-    words: Sequence[str]  # the words after it
+    command: str  # that measures the same again
     cases: list[Measured] = field(default_factory=list)
     complete: bool = False
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -150,11 +148,6 @@ class Record:
     def versions(self) -> dict[str, str]:
         """The versions of the libraries that the cases used."""
         return next((m.result.versions for m in self.cases if m.result.versions), {})
-
-    @property
-    def command(self) -> str:
-        """The command that measures the same again."""
-        return shlex.join([*self.program.split(), *self.words])
 
     def tables(self) -> dict[str, list[Row]]:
         """Return every table by its title: the cases and their profiles."""
