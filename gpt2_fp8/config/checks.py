@@ -140,19 +140,14 @@ def _shape(config: RunConfig) -> Iterator[Problem]:
     # a sequence may be a forward pass by itself: a sample, or the last of a validation
     for key, size in (sizes | {"mlp_width": block.mlp.width, "n_positions": model.n_positions}).items():
         if size % multiple:
-            reason = (
-                f"FP8 matrix products (recipe={config.recipe.name}) need a multiple of {multiple}, and this is {size}"
-            )
+            reason = f"FP8 (recipe={config.recipe.name}) needs a multiple of {multiple}, and this is {size}"
             yield problem(model, key, reason, prefix="model.")
 
 
 def _format(config: RunConfig) -> Iterator[Problem]:
     if config.precision.name == "fp8_e5m2":
-        reason = (
-            "a forward product would be E5M2 x E5M2, which the FP8 matrix units' library (cuBLASLt) does not offer and "
-            "Transformer Engine refuses; two bits of mantissa are too few for activations and weights"
-        )
-        yield Problem(f"precision=fp8_e5m2: {reason}", "precision=fp8_hybrid", ("precision",))
+        cause = "precision=fp8_e5m2: cuBLASLt has no E5M2 x E5M2 product, and two bits of mantissa are too few"
+        yield Problem(cause, "precision=fp8_hybrid", ("precision",))
 
 
 def check_logger(config: RunConfig) -> Iterator[Problem]:
