@@ -26,7 +26,7 @@ time.sleep(600)
 def module(tmp_path, monkeypatch):
     """Makes a module of a text, which a child can run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
 
     def make(text):
         (tmp_path / "scratch.py").write_text(text)
