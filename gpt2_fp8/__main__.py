@@ -12,8 +12,8 @@ import runpy
 import sys
 import textwrap
 
-from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import near_names
 from gpt2_fp8.runtime import programs, ranks
 
 HELP = """\
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         return _run(argv[0], argv[1:])
     if argv[0].startswith("-") or "=" in argv[0] or argv[0].startswith("~"):
         return _run("run", argv)
-    near = hints.near(argv[0], names)
+    near = near_names(argv[0], names)
     remedy = f"gpt2-fp8 {near[0]}" if near else f"the programs are {', '.join(names)}; gpt2-fp8 lists them"
     if ranks.is_first_rank():
         print(Problem(f"there is no program {argv[0]}", remedy), file=sys.stderr)
@@ -63,10 +63,7 @@ def _run(name: str, argv: list[str]) -> int:
     try:
         runpy.run_module(f"gpt2_fp8.{name}", run_name="__main__", alter_sys=False)
     except SystemExit as ended:
-        if isinstance(ended.code, int) or ended.code is None:
-            return ended.code or 0
-        print(ended.code, file=sys.stderr)
-        return 1
+        return int(ended.code or 0)
     return 0
 
 

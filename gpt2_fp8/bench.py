@@ -10,6 +10,7 @@ written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -27,10 +28,9 @@ from gpt2_fp8.measure.record import Measured, Record, Row, why_not
 from gpt2_fp8.runtime import programs, signals
 
 FOLDER = Path("outputs/bench")
-ELSEWHERE = "start the benchmark in a folder that can be written"
 HELP = """\
 Measures full training steps: every combination of the four lists, one process a case, one after the other.
-Writes bench.json, bench.md and bench.png to outputs/bench/DATE_TIME.
+Writes bench.json and bench.md to outputs/bench/DATE_TIME.
 
 {keys}
 
@@ -65,7 +65,9 @@ def _bench(argv: list[str]) -> None:
     if programs.answered(argv, help_text):
         return
     bench, configs, device = _request(argv)
-    record = Record(_folder(), asdict(bench), benchmark.PROGRAM.command, argv)
+    folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    (folder / "logs").mkdir(parents=True)
+    record = Record(folder, asdict(bench), shlex.join([*benchmark.PROGRAM.command.split(), *argv]))
     if device == "cpu":
         why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
         print(f"{why}: this measures the CPU, and says nothing about a GPU.")
@@ -75,8 +77,6 @@ def _bench(argv: list[str]) -> None:
         record.complete = True
     finally:
         _end(record)
-    if record.unwritten:
-        raise RunError(f"error: {record.folder} does not hold what was measured: {record.unwritten}")
     if not any(measured.result.status == "ok" for measured in record.cases):
         raise RunError("error: no case finished")
 
@@ -94,7 +94,7 @@ def help_text() -> str:
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
     if found := disk.check_folder(FOLDER, "outputs/bench"):
-        raise UserError.of(found[0].cause, ELSEWHERE)
+        raise UserError(found)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)
     from gpt2_fp8.runtime import devices  # imports torch
@@ -103,16 +103,6 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     if (device == "cuda") != likely:
         bench, configs = benchmark.preflight(argv, device == "cuda")
     return bench, configs, device
-
-
-def _folder() -> Path:
-    """Make and return the benchmark's folder. Raises UserError."""
-    folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
-    try:
-        (folder / "logs").mkdir(parents=True)
-    except OSError as error:
-        raise UserError.of(f"{folder} cannot be made: {error}", ELSEWHERE) from error
-    return folder
 
 
 def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig]) -> None:
@@ -127,7 +117,7 @@ def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig])
         log = record.folder / "logs" / f"case-{number}.log"
         result = measure(case, bench.timeout, log)
         record.cases.append(Measured(case, result))
-        record.keep()
+        record.write()
         told = why_not(result)
         if result.tokens_per_second is not None:
             layers = f"{result.backend}{', compiled' if result.compiled else ''}"
@@ -136,17 +126,13 @@ def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig])
 
 
 def _end(record: Record) -> None:
-    """Write the files and draw, print the tables, and say where the files are."""
+    """Print the tables, write the files, and say where they are."""
     if not record.cases:
         return
-    record.keep()
-    reason = record.draw()
     for title, rows in record.tables().items():
         print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table(rows)}")
-    if reason:
-        print(f"\n{reason}")
-    if files := sorted(path.name for path in record.folder.glob("bench.*")):
-        print(f"\n{record.folder}: {', '.join(files)}")
+    record.write()
+    print(f"\n{record.folder}: bench.json, bench.md")
 
 
 if __name__ == "__main__":

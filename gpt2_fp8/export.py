@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import disk, paths
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.programs import why_no_model
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")  # the hub's identifiers
 _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
@@ -32,10 +31,7 @@ def main(argv: list[str]) -> int:
 def _export(argv: list[str]) -> None:
     asked = _parser().parse_args(argv)
     source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
-    problems = list(_problems(source, folder))
-    if asked.license is not None and not _LICENSE.fullmatch(asked.license):
-        problems.append(Problem(f"--license {asked.license}: not an identifier of the hub's", "--license apache-2.0"))
-    if problems:
+    if problems := list(_problems(source, folder)):
         raise UserError(problems)
     from gpt2_fp8.train.huggingface import export  # after the paths, since it loads torch
 
@@ -44,7 +40,7 @@ def _export(argv: list[str]) -> None:
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if why := paths.why_no_model(source):
+    if why := why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):
         yield from wrong

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import mixture, run_length
+from gpt2_fp8.config import data_schema, run_length
 from gpt2_fp8.config.data_schema import TextData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
@@ -64,7 +64,7 @@ def _prepare(argv: list[str]) -> None:
 
     jobs: list[Job] = []
     for config in configs:
-        if not any(isinstance(source, TextData) for _, source in mixture.sources_of(config.data)):
+        if not any(isinstance(source, TextData) for _, source in data_schema.sources_of(config.data)):
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
         steps = None if typed.all else typed.steps or _steps_of(config)
@@ -110,13 +110,13 @@ def _steps_of(config: RunConfig) -> int | None:
     """Return how many steps' text a run needs; None: all of it, since a run counts the tokens of its epochs first."""
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
         return None
-    steps = 1 if config.trainer.fast_dev_run else run_length.steps_to_run(config)
+    steps = run_length.steps_to_run(config)
     return min(steps, config.trainer.overfit_batches or steps)
 
 
 def _find_uncached(config: RunConfig) -> Iterator[Problem]:
     """Find the sources whose tokens would be kept nowhere."""
-    for name, source in mixture.sources_of(config.data):
+    for name, source in data_schema.sources_of(config.data):
         if isinstance(source, TextData) and source.cache_dir is None:
             key = f"data.sources.{name}.cache_dir" if name else "data.cache_dir"
             yield Problem(f"{key}=null: no folder to keep the tokens in", f"add {key}=FOLDER, also to the run")

@@ -19,7 +19,7 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
-from gpt2_fp8.runtime.signals import Interrupted, Signals
+from gpt2_fp8.runtime.signals import Signals
 from gpt2_fp8.train import loading, sweep_job
 from gpt2_fp8.train.run_end import RunEnd, end_of_process
 
@@ -58,11 +58,10 @@ def _job(cfg: DictConfig) -> float | None:
 
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
+        here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed
         words = unforced(map(str, HydraConfig.get().overrides.task))
-        base = here if HydraConfig.get().job.chdir else None
         again = ranks.turns_before() > 0 or ((met := loading.joined_ranks()) is not None and met.again)
-        config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
+        config = compose.to_run_config(cfg, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if HydraConfig.get().mode == RunMode.MULTIRUN and sweeps.is_joblib(HydraConfig.get()):
@@ -155,8 +154,6 @@ def _end_sweep() -> None:
     try:
         for text in sweep.write(folder, sweep.read(folder)):
             print(harmless(text), flush=True)
-        if isinstance(sys.exc_info()[1], Interrupted) and (said := sweeps.describe_left(folder)):
-            programs.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
         programs.say(f"warning: the table of the sweep is not complete: {error}")
 
@@ -171,11 +168,7 @@ def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
     if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
         assert handlers.received is not None
         return slurm.ended(handlers.received)
-    if isinstance(caught, RunError):
-        return caught
-    from gpt2_fp8.compose import sweeps
-
-    return sweeps.as_run_error(caught) if isinstance(caught, Exception) else None
+    return caught if isinstance(caught, RunError) else None
 
 
 def entry() -> None:

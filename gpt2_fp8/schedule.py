@@ -1,4 +1,4 @@
-"""The learning rate of a run, step by step, before it is started: a table, a picture, and what can hardly be meant.
+"""The learning rate of a run, step by step, before it is started: a table and a picture.
 
     python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
     python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import programs
 
-LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
 _TENTHS = 10
 _POINTS = 1000  # of a curve
 DEFAULT = Path("outputs/schedule.png")
@@ -35,10 +33,6 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    wrong = disk.check_folder(picture.absolute().parent, "--picture")
-    if picture.is_dir() or wrong:
-        why = wrong[0].cause if wrong else "is a folder"
-        raise UserError.of(f"--picture {picture}: {why}", "name a file in a folder that can be written")
     configs = compose.preflight(words)
     from gpt2_fp8.train.setup import resolve_length  # after what was typed is known to be right: it loads torch
 
@@ -54,7 +48,7 @@ def _show(argv: list[str]) -> None:
 
 
 def lines(config: RunConfig) -> Iterator[str]:
-    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
+    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, and a table."""
     from gpt2_fp8.engine.optim import learning_rate_factor
 
     optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
@@ -69,18 +63,6 @@ def lines(config: RunConfig) -> Iterator[str]:
         part = learning_rate_factor(step - 1, optim, steps)
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
-    yield from (f"warning: {reason}" for reason in warnings(config))
-
-
-def warnings(config: RunConfig) -> Iterator[str]:
-    """Yield what can hardly be meant."""
-    optim, steps = config.optim, config.trainer.max_steps or 0
-    if optim.warmup_steps > LONG_WARMUP * steps:
-        yield f"the warm-up takes {100 * optim.warmup_steps / steps:.0f} % of the run, where 1 to 10 % is usual"
-    elif not optim.warmup_steps and steps > 1:
-        yield "there is no warm-up: the first update has the full rate"
-    if config.trainer.max_time is not None and optim.schedule != "constant":
-        yield f"trainer.max_time={config.trainer.max_time} may end the run before the rate has come down"
 
 
 def plot(configs: Sequence[RunConfig], path: Path) -> None:

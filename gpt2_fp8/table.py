@@ -35,7 +35,7 @@ def _show(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    shown = "Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png."
+    shown = "Shows the jobs of a sweep, best first, and writes sweep.csv and sweep.md."
     parser = programs.parser("table", shown)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")
     return parser

@@ -28,7 +28,7 @@ def told(capsys, *argv, code=2):
     return err if code else out
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_real_sweeps_of_emulated_fp8_and_bf16(tmp_path):
     """Two seeds each, by the programs as they are typed."""
     for name, own in (("bf16", ["precision=bf16"]), ("fp8", ["precision.backend=emulated", "recipe=current"])):

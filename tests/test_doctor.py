@@ -34,21 +34,14 @@ def test_here(tmp_path):
     assert "looking at" in done.stderr
 
 
-BROKEN = {
-    "raises": ("raise ImportError('libtorch.so: undefined symbol: foo')", "ImportError: libtorch.so: undefined"),
-    "crashes": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_torch_that_breaks_is_a_fact(how, tmp_path):
-    program, told = BROKEN[how]
+def test_a_torch_that_crashes_is_a_fact(tmp_path):
     (tmp_path / "broken/torch").mkdir(parents=True)
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     (tmp_path / "broken/torch/__init__.py").write_text(program)
     done = command("--quick", cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == doctor.NO_FP8
     assert "Traceback" not in done.stdout + done.stderr
-    assert told in " ".join(done.stdout.split())
+    assert "killed by SIGSEGV" in " ".join(done.stdout.split())
 
 
 def test_a_wrong_flag_is_the_users():

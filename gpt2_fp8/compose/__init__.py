@@ -20,7 +20,7 @@ from gpt2_fp8.compose import jobs
 from gpt2_fp8.compose.commandline import CommandLine, read
 from gpt2_fp8.compose.composition import conf_dir, open_catalog
 from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
-from gpt2_fp8.config import own_words, parsing, paths, run_length
+from gpt2_fp8.config import own_words, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
@@ -130,19 +130,15 @@ def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
     return [*shared, *words, f"hydra.run.dir={quoted(folder)}"]
 
 
-def to_run_config(
-    cfg: DictConfig, folder: Path | None = None, typed: Container[str] = (), own: Path | None = None
-) -> RunConfig:
+def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None = None) -> RunConfig:
     """Build the configuration of a job that Hydra composed, which `plan` has checked.
 
-    Its relative paths begin in `folder`, or in the current folder if that is None. A warm-up and a micro-batch that are
-    not among the keys `typed` are fitted to the run, and the log says so. `own` is the run's folder if a launcher has
-    started it again: it continues from there. Raises UserError with every problem.
+    A warm-up and a micro-batch that are not among the keys `typed` are fitted to the run, and the log says so. `own` is
+    the run's folder if a launcher has started it again: it continues from there. Raises UserError with every problem.
     """
     config, found = parsing.build(RunConfig, OmegaConf.to_container(cfg, resolve=True))
     if config is None:
         raise UserError(found)
-    config = config if folder is None else paths.absolute(config, folder)
     before, config = config, run_length.fit_schedule(config, typed)
     config = jobs.fit_processes(config, ranks.current(), typed)
     if ranks.is_first_rank():
@@ -172,13 +168,9 @@ def load_config(*words: str) -> RunConfig:
     except UserError as error:
         raise UserError([*problems, *error.problems]) from None
     if config is not None:  # a choice of several keys (`debug=fdr`) may have set them
-        trainer = config.trainer
-        only = {"micro_batch_size=auto": config.micro_batch_size == "auto",
-                f"trainer.max_epochs={trainer.max_epochs}": trainer.max_epochs is not None,
-                f"trainer.fast_dev_run={show(trainer.fast_dev_run)}": trainer.fast_dev_run,
-                f"trainer.profiler={trainer.profiler}": trainer.profiler,
-                f"trainer.max_time={trainer.max_time}": trainer.max_time}  # fmt: skip
-        problems += [_read_by_run(word) for word, is_set in only.items() if is_set]
+        problems += [_read_by_run("micro_batch_size=auto")] if config.micro_batch_size == "auto" else []
+        values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
+        problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
     if problems or config is None:
         raise UserError(problems)
     registry.load(config.plugins, Path.cwd())

@@ -16,9 +16,9 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose.commandline import Program, parse, read, values_of
 from gpt2_fp8.compose.composition import BENCH, Catalog, conf_dir, open_catalog
 from gpt2_fp8.compose.jobs import Request
-from gpt2_fp8.config import disk, hints, parsing
+from gpt2_fp8.config import disk, parsing
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import Count, Range, Steps, key_paths, show
+from gpt2_fp8.config.keys import Count, Range, Steps, key_paths, show, unknown_choice
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
@@ -87,8 +87,11 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     with open_catalog() as catalog:
         problems += catalog.add_folders([line.config_dir] if line.config_dir else [])
         bench = _settings(own, catalog, gpu, problems)
-        cases = _Cases(bench, given, catalog, gpu, problems)
-        configs = cases.of_rows(bench.rows) if bench.rows is not None else cases.of_combinations()
+        if bench.rows is not None:
+            cases = _read_cases(bench, bench.rows, given, problems)
+        else:
+            cases = _combine(bench, given, gpu, problems)
+        configs = [config for case in cases for config in _compose(case, bench, catalog, gpu, problems)]
     if problems:
         raise UserError(problems)
     return bench, configs
@@ -121,7 +124,7 @@ def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[P
     for group in LISTS[:3]:
         options = [name for name in catalog.get_group_options(group) if name != "auto"]  # that is the backend's own
         if unknown := [name for name in getattr(bench, group) if name not in options]:
-            problems += [Problem(*hints.unknown_choice(f"bench.{group}", name, options)) for name in unknown]
+            problems += [Problem(*unknown_choice(f"bench.{group}", name, options)) for name in unknown]
             bench = replace(bench, **{group: default[group]})
     if bench.rows is not None:
         twice = [name for name in ("precision", "recipe", "baseline") if name in values]
@@ -166,93 +169,75 @@ def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> li
 
 
 class _Case(NamedTuple):
-    model: str
-    micro_batch_size: int
-    precision: str
-    recipe: str | None  # None: not FP8
+    """The words of a case in front of the benchmark's own sizes, its micro-batch, and the words behind them."""
 
-    def has(self, override: Override) -> bool:
-        """Return whether a word changes anything in this case: some belong to one precision or recipe."""
-        key = override.key_or_group
-        tags, group = key_paths(RunConfig).get(key, ()), key.partition(".")[0]
-        only_fp8 = group == "recipe" or (key, override.value()) == ("attention", "te")
-        if (only_fp8 and self.recipe is None) or (key == "compile_mode" and self.recipe is not None):
-            return False
-        if key == "cuda_graphs" and self.recipe != "delayed":  # only the fused layers have it
-            return False
-        return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
-
-    @property
-    def words(self) -> list[str]:
-        recipe = [f"recipe={self.recipe}"] if self.recipe else []
-        return [f"model={self.model}", f"precision={self.precision}", *recipe]
+    first: list[str]
+    size: int
+    last: tuple[str, ...] = ()
+    name: str = ""  # of a row
 
 
-@dataclass
-class _Cases:
-    """Composes the cases. What is wrong with any is added to `problems`."""
+def _combine(bench: BenchConfig, given: list[Override], gpu: bool, problems: list[Problem]) -> list[_Case]:
+    """Return a case for each combination. A word that none of them has is added to `problems`."""
+    recipes = {precision: bench.recipe if precision.startswith("fp8") else [""] for precision in bench.precision}
+    pairs = [(precision, recipe) for precision in recipes for recipe in dict.fromkeys(recipes[precision])]
+    unused = [word.input_line for word in given if not any(_applies(word, *pair) for pair in pairs)]
+    problems += [Problem(f"{word}: no case of this benchmark has this key") for word in unused]
+    compiled = not any(word.input_line == "compile=false" for word in given)
+    baseline = gpu and bench.baseline and not (compiled and "bf16" in bench.precision)
+    wanted = [*([("bf16", "", "compile=true")] if baseline else []), *pairs]
+    cases = []
+    for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
+        for precision, recipe, *last in wanted:
+            words = [f"model={model}", f"precision={precision}", *([f"recipe={recipe}"] if recipe else [])]
+            words += [str(word.input_line) for word in given if _applies(word, precision, recipe)]
+            cases.append(_Case(words, size, tuple(last)))
+    return cases
 
-    bench: BenchConfig
-    given: list[Override]
-    catalog: Catalog
-    gpu: bool
-    problems: list[Problem]
 
-    def of_combinations(self) -> list[RunConfig]:
-        """Return the configurations of all combinations."""
-        bench, done, used = self.bench, [], set()
-        for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
-            cases = [
-                _Case(model, size, precision, recipe)
-                for precision in dict.fromkeys(bench.precision)
-                for recipe in (dict.fromkeys(bench.recipe) if precision.startswith("fp8") else [None])
-            ]
-            used |= {o.key_or_group for o in self.given for case in cases if case.has(o)}
-            group = [config for case in cases for config in self._of_case(case)]
-            if self.gpu and bench.baseline and not any(c.precision.name == "bf16" and c.compile for c in group):
-                group = [*self._of_case(_Case(model, size, "bf16", None), "compile=true"), *group]
-            done += group
-        unused = [o.input_line for o in self.given if o.key_or_group not in used]
-        self.problems += [Problem(f"{line}: no case of this benchmark has this key") for line in unused]
-        return done
+def _applies(word: Override, precision: str, recipe: str) -> bool:
+    """Return whether a case has the key of a word: some belong to one precision or recipe."""
+    key = word.key_or_group
+    tags, group = key_paths(RunConfig).get(key, ()), key.partition(".")[0]
+    if group == "recipe" or (key, word.value()) == ("attention", "te"):
+        return bool(recipe) and (not tags or recipe in tags)
+    if key == "cuda_graphs":  # only the fused layers have it
+        return recipe == "delayed"
+    return not (key == "compile_mode" and recipe) and (group != "precision" or not tags or precision in tags)
 
-    def _of_case(self, case: _Case, *last: str) -> list[RunConfig]:
-        given = [str(o.input_line) for o in self.given if case.has(o)]
-        return self._compose([*case.words, *given], case.micro_batch_size, last, self.problems)
 
-    def of_rows(self, file: str) -> list[RunConfig]:
-        """Return the configuration of each row of a file. The row's name is in its `notes`."""
-        done: list[RunConfig] = []
-        first = [f"model={self.bench.model[0]}" if self.bench.model else "", *(str(o.input_line) for o in self.given)]
-        for row in read_rows(file, self.problems):
-            overrides, found = parse(row.words)
-            found += [problem for o in overrides if (problem := _refusal(o, in_row=True))]
-            sizes = [o.value() for o in overrides if o.key_or_group == "micro_batch_size"]
-            size = sizes[-1] if sizes and isinstance(sizes[-1], int) else self.bench.micro_batch_size[0]
-            if not found:
-                done += [replace(c, notes=row.name) for c in self._compose(first, size, row.words, found)]
-            self.problems += [Problem(f"bench.rows, {show(row.name)}: {one.cause}", one.remedy) for one in found]
-        return done
+def _read_cases(bench: BenchConfig, file: str, given: list[Override], problems: list[Problem]) -> list[_Case]:
+    """Return a case for each row of a file."""
+    first, cases = [f"model={bench.model[0]}" if bench.model else "", *(str(word.input_line) for word in given)], []
+    for row in read_rows(file, problems):
+        words, found = parse(row.words)
+        found += [problem for word in words if (problem := _refusal(word, in_row=True))]
+        sizes = [word.value() for word in words if word.key_or_group == "micro_batch_size"]
+        size = sizes[-1] if sizes and isinstance(sizes[-1], int) else bench.micro_batch_size[0]
+        cases += [] if found else [_Case(first, size, row.words, row.name)]
+        problems += _of_row(row.name, found)
+    return cases
 
-    def _compose(
-        self, first: list[str], micro_batch_size: int, last: tuple[str, ...], problems: list[Problem]
-    ) -> list[RunConfig]:
-        """Return the configuration of a run with the benchmark's own sizes, or an empty list if it has problems."""
-        sizes = [f"{key}={micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
-        line = read([*first, *sizes, *last])
-        problems += line.problems
-        done = []
-        for config, _ in Request(line, self.catalog, problems).plan(problems):
-            if config.trainer.devices != 1 or config.trainer.num_nodes != 1:
-                problems.append(Problem("the benchmark measures one device, and this is a run on several"))
-            if not limits(config):
-                remedy = "trainer.max_steps=NUMBER in the file that has null"
-                problems.append(Problem("the benchmark counts no epochs", remedy))
-            model, whole = config.model, self.bench.global_batch_size
-            if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
-                model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
-            if whole is None:
-                micro_batches = round(TOKENS_PER_STEP / (micro_batch_size * model.n_positions)) if self.gpu else 1
-                whole = micro_batch_size * max(1, micro_batches)
-            done.append(replace(config, model=model, global_batch_size=whole))
-        return done
+
+def _of_row(name: str, problems: list[Problem]) -> list[Problem]:
+    return [Problem(f"bench.rows, {show(name)}: {one.cause}", one.remedy) if name else one for one in problems]
+
+
+def _compose(case: _Case, bench: BenchConfig, catalog: Catalog, gpu: bool, problems: list[Problem]) -> list[RunConfig]:
+    """Return the configuration of a case, or an empty list if it has problems."""
+    line = read([*case.first, f"micro_batch_size={case.size}", f"global_batch_size={case.size}", *case.last])
+    found, done = list(line.problems), []
+    for config, _ in Request(line, catalog, found).plan(found):
+        if config.trainer.devices != 1 or config.trainer.num_nodes != 1:
+            found.append(Problem("the benchmark measures one device, and this is a run on several"))
+        if not limits(config):
+            found.append(Problem("the benchmark counts no epochs", "trainer.max_steps=NUMBER in the file"))
+        model, whole = config.model, bench.global_batch_size
+        if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
+            model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
+        if whole is None:
+            micro_batches = round(TOKENS_PER_STEP / (case.size * model.n_positions)) if gpu else 1
+            whole = case.size * max(1, micro_batches)
+        done.append(replace(config, model=model, global_batch_size=whole, notes=case.name or config.notes))
+    problems += _of_row(case.name, found)
+    return done

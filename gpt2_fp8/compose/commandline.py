@@ -16,9 +16,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.config import hints, parsing, shown
+from gpt2_fp8.config import parsing, shown
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import is_text, meanings, show
+from gpt2_fp8.config.keys import is_text, key_named, meanings, show
 from gpt2_fp8.config.schema import RunConfig
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def _as_text(word: str) -> str:
 def _no_flag(word: str, program: Program) -> Problem:
     """Report a flag such as --lr=0.1, with the key that was meant if there is one."""
     key, _, value = word.lstrip("-").replace("-", "_").partition("=")
-    meant = hints.key_named(key, program.schema)
+    meant = key_named(key, program.schema)
     return Problem(f"{word} is no flag of {program.command}", f"{meant or 'KEY'}={value or 'VALUE'}, without dashes")
 
 

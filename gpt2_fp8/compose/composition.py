@@ -24,9 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL
-from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.keys import either, key_paths, near_names, show, unknown_choice
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 
@@ -106,7 +105,7 @@ class Catalog:
         if self.config_name in names:
             return []
         asked, self.config_name = self.config_name, "config"
-        return [Problem(*hints.unknown_choice("--config-name", asked, names))]
+        return [Problem(*unknown_choice("--config-name", asked, names))]
 
     def compose(self, words: list[str]) -> DictConfig:
         """Compose the whole configuration, Hydra's own node included. The same words soon after give the same object.
@@ -165,7 +164,7 @@ def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iter
     elif key.startswith("hydra/"):
         options = catalog.get_group_options(key)
         wrong = [value for value in values if value not in options]
-        yield from (Problem(*hints.unknown_choice(key, show(value), options)) for value in wrong)
+        yield from (Problem(*unknown_choice(key, show(value), options)) for value in wrong)
     elif catalog.is_group(override):
         yield from _check_group(override, values, catalog)
     elif override.is_delete() and not override.is_hydra_override():
@@ -178,8 +177,8 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
     """Find what is wrong with a choice from a group."""
     group, word = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
-        near = hints.near(group, catalog.groups, 1) or catalog.groups
-        yield Problem(f"there is no group {group}", f"did you mean {hints.either(near)}?")
+        near = near_names(group, catalog.groups, 1) or catalog.groups
+        yield Problem(f"there is no group {group}", f"did you mean {either(near)}?")
         return
     if override.package is not None and not (group == "data" and _SOURCE.fullmatch(override.package)):
         yield Problem(f"{word}: {group} has one place", f"{group}=CHOICE, without @{override.package}")
@@ -194,7 +193,7 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
             continue
         for choice in value if isinstance(value, list) else [value]:
             if str(choice) not in options:
-                yield Problem(*hints.unknown_choice(group, show(choice), [o for o in options if not o.startswith("_")]))
+                yield Problem(*unknown_choice(group, show(choice), [o for o in options if not o.startswith("_")]))
 
 
 @contextmanager

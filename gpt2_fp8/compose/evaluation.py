@@ -14,10 +14,10 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose import composition
 from gpt2_fp8.compose.commandline import Program, read, settings, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
-from gpt2_fp8.config import checks, hints, mixture, parsing, tokenizer_file
+from gpt2_fp8.config import checks, data_schema, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.keys import either, near_names, show
 from gpt2_fp8.config.programs import EvaluateConfig, check_evaluate
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
@@ -74,11 +74,10 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
         _choose(choices, catalog, plain, problems)
     values = values_of([word for word in request.words if word not in choices], problems)
     for key, value in values.items():
-        if why := _why_no_key(key):
-            problems.append(Problem(f"{key}={show(value)}: {why}"))
-        elif not ("." in key or key in KEYS) or not _put(plain, key, value):
-            near = hints.either(hints.near(key, [*_OWN, *GROUPS, *KEYS]))
-            problems.append(Problem(f"there is no key {key}", f"did you mean {near}?" if near else ""))
+        if not (_takes(key) and _put(plain, key, value)):
+            near = either(near_names(key, [*_OWN, *GROUPS, *KEYS]))
+            cause = f"{key}={show(value)}: this is no key of an evaluation"
+            problems.append(Problem(cause, f"did you mean {near}?" if near else ""))
     config, found = parsing.build(RunConfig, plain)
     problems += found
     if config is not None:
@@ -89,15 +88,10 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     return config
 
 
-def _why_no_key(key: str) -> str | None:
-    """Return why a run's key, or a group, means nothing in an evaluation; None if it does, or if no run has it."""
-    group, known = key.partition(".")[0], key_paths(RunConfig)
-    if group == "model":
-        return "the model is the checkpoint's"
-    if key not in known and not any(path.startswith(f"{key}.") for path in known):
-        return None
-    meant = key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]
-    return None if meant and key != "precision.bf16_last_steps" else "this changes nothing of an evaluation"
+def _takes(key: str) -> bool:
+    """Return whether an evaluation has a key. The model is the checkpoint's."""
+    of_group = "." in key and key.partition(".")[0] in GROUPS[:3] and key != "precision.bf16_last_steps"
+    return of_group or key in (*KEYS, *_OF_TRAINER)
 
 
 def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> None:
@@ -109,8 +103,7 @@ def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], pr
     for word in choices:
         group, line = word.key_or_group, str(word.input_line)
         if group not in GROUPS:
-            why = _why_no_key(group) or f"an evaluation takes {hints.either(GROUPS)}"
-            problems.append(Problem(f"{line}: {why}"))
+            problems.append(Problem(f"{line}: an evaluation takes {either(GROUPS)}"))
         elif found := list(composition.check_override(word, catalog, multirun=False)):
             problems += found
         elif line == "trainer=ddp":
@@ -165,13 +158,13 @@ def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
 
 def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
     """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
-    named = mixture.sources_of(config.data)
+    named = data_schema.sources_of(config.data)
     sources = [_validated_on(source) for _, source in named]
     unsaid = {"model.vocab_size"}
     for (name, source), looked in zip(named, sources, strict=True):
         if looked is not source:  # what is wrong with these files is said of val_files
             unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
-    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
+    looked_at = replace(config, data=data_schema.with_sources(config.data, sources)) if sources else config
     found = [problem for problem in checks.check(looked_at) if not unsaid & set(problem.keys)]
     if config.micro_batch_size == "auto":
         found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))

@@ -100,8 +100,9 @@ class Request:
         """Return each job's number and words; a single run has no number."""
         if not self.multirun:
             return [(None, self.words)]
-        if inside := sweeps.check_ranks():
-            problems += inside
+        if (started := ranks.current()).several:
+            cause = f"-m in each of {started.world_size:,} processes of {started.launcher}: each would run the sweep"
+            problems.append(Problem(cause, "start the sweep once, without that launcher"))
             return []
         # the sweep of a file, as if it were typed in front of the other words
         params = whole.hydra.sweeper.get("params") or {}
@@ -185,6 +186,8 @@ class _Job:
             self.above = str(OmegaConf.select(cfg, "hydra.sweep.dir" if sweep else "hydra.run.dir"))
             below = str(OmegaConf.select(cfg, "hydra.sweep.subdir")) if sweep else ""
         self.folder = str(Path(self.above, below)) if self.above and sweep else self.above
+        if cfg.hydra.job.chdir:
+            yield Problem("hydra.job.chdir=true: relative paths begin in the folder where a command is typed")
         resumes = config.ckpt_path in ("last", "best")
         if resumes and "run_name" not in self.typed and _is_named_by_time(cfg, sweep):
             cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose.commandline import parsed, unforced
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import Problem, RunError, UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
@@ -40,7 +40,6 @@ _begun: list[Path] = []  # the folder of each sweep of this process that has not
 STOP = ".stop"  # in a sweep's folder: the number of the signal for which its jobs are to end
 LOOK_SECONDS = 0.2
 _CHOICE = "hydra/launcher=slurm"
-_FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
 
 
@@ -124,13 +123,6 @@ def _words(config: DictConfig) -> list[list[str]] | None:
 def is_joblib(settings: Any) -> bool:
     """Return whether the launcher of `settings`, Hydra's own node, is joblib's."""
     return str(settings.launcher.get("_target_", "")).endswith("JoblibLauncher")
-
-
-def check_ranks() -> list[Problem]:
-    """Find that this process is one of several ranks, each of which would run the whole sweep."""
-    started = ranks.current()
-    cause = f"-m in each of {started.world_size:,} processes of {started.launcher}: each would run the whole sweep"
-    return [Problem(cause, "start the sweep once, without that launcher")] if started.several else []
 
 
 def check_joblib(config: RunConfig) -> Iterator[Problem]:
@@ -223,34 +215,10 @@ def wait_for_jobs(folder: Path) -> None:
 
     The launcher stops waiting at the first job that was killed.
     """
-    if names := _jobs(folder):
+    names = sorted(path.parent.name for path in (folder / ".submitit").glob("*/*_submitted.pkl"))
+    if names:
         from submitit import SlurmJob
 
-        jobs: list[SlurmJob[Any]] = [SlurmJob(folder / _FOLDER / "%j", job_id=name, tasks=[0]) for name in names]
+        jobs: list[SlurmJob[Any]] = [SlurmJob(folder / ".submitit/%j", job_id=name, tasks=[0]) for name in names]
         for job in jobs:
             job.wait()
-
-
-def describe_left(folder: Path) -> str | None:
-    """Return what to say of a sweep that is left while its jobs may run on; None if all have a result."""
-    jobs = [name for name in _jobs(folder) if not (folder / _FOLDER / name / f"{name}_0_result.pkl").exists()]
-    left = sorted({name.partition("_")[0] for name in jobs})
-    if not left:
-        return None
-    return (
-        f"SLURM goes on with the jobs of this sweep: `squeue` shows them, `scancel {' '.join(left)}` ends them, and "
-        f"`python -m gpt2_fp8.table {folder}` makes the table again"
-    )
-
-
-def as_run_error(error: BaseException) -> RunError | None:
-    """Return the end of a sweep of which a job was killed, or could not be sent; None for any other error."""
-    if not type(error).__module__.startswith("submitit."):
-        return None
-    told = [line for line in str(error).splitlines() if line.strip()]
-    return RunError(f"error: {' '.join(told[:3])}\n  fix: the job's log, in {_FOLDER} of the sweep's folder, says more")
-
-
-def _jobs(folder: Path) -> list[str]:
-    """Return SLURM's numbers of the jobs that were sent."""
-    return sorted(path.parent.name for path in (folder / _FOLDER).glob("*/*_submitted.pkl"))

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import (
     backend_support,
     block_spec,
+    data_schema,
+    disk,
     hf_config,
     kept_layers,
-    mixture,
-    paths,
     run_length,
     tokenizer_file,
 )
-from gpt2_fp8.config.data_schema import HubData, MixtureData
+from gpt2_fp8.config.data_schema import (
+    FileOrHubData,
+    FilesData,
+    Mixed,
+    MixtureData,
+    RegisteredData,
+    TextData,
+    TokenFilesData,
+)
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import problem, value_of
+from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
@@ -30,9 +37,6 @@ _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and 
 _SHAPE = ["n_embd", "n_head", "n_kv_head", "head_size"]
 _ROPE = ["rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"]
 
-_NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule
-_LONGEST_PROJECT = 128  # likewise
-_STORES = ("http://", "https://", "sqlite:///", "file:", "postgresql", "mysql", "mssql", "databricks")
 _SQL = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -47,8 +51,8 @@ def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
     `but_paths`: it may be for another machine.
     """
     if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
-        return list(mixture.check(config))
-    found = [] if but_paths else paths.check(config)
+        return list(data_schema.check_mixture(config.data))
+    found = [] if but_paths else _paths(config)
     return [*found, *(problem for across in _ACROSS for problem in across(config))]
 
 
@@ -62,9 +66,9 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[Problem]:
-    for name, source in mixture.sources_of(config.data):
-        for found in _names_of_source(replace(config, data=source)):
-            yield mixture.as_named(found, name)
+    for name, source in data_schema.sources_of(config.data):
+        if isinstance(source, RegisteredData) and not config.plugins:
+            yield data_schema.as_named(problem(source, "source", "is registered by no plugin", prefix="data."), name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
         if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
@@ -74,20 +78,10 @@ def _names(config: RunConfig) -> Iterator[Problem]:
             yield problem(config, key, "is registered by no plugin")
 
 
-def _names_of_source(config: RunConfig) -> Iterator[Problem]:
-    if not config.plugins and value_of(config, "data.source"):
-        yield problem(config, "data.source", "is registered by no plugin")
-    for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
-        if value_of(config, key) == "":
-            yield problem(config, key, "is empty")
-    if isinstance(config.data, HubData) and not config.data.train_files:
-        yield problem(config, "data.train_files", "names no file")
-
-
 def _vocabulary(config: RunConfig) -> Iterator[Problem]:
     """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
     tokens, vocab_size = None, config.model.vocab_size
-    with suppress(UserError):  # `paths` says it
+    with suppress(UserError):  # `_paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
     if config.init_from and hf_config.is_folder(config.init_from):
         yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
@@ -146,19 +140,14 @@ def _shape(config: RunConfig) -> Iterator[Problem]:
     # a sequence may be a forward pass by itself: a sample, or the last of a validation
     for key, size in (sizes | {"mlp_width": block.mlp.width, "n_positions": model.n_positions}).items():
         if size % multiple:
-            reason = (
-                f"FP8 matrix products (recipe={config.recipe.name}) need a multiple of {multiple}, and this is {size}"
-            )
+            reason = f"FP8 (recipe={config.recipe.name}) needs a multiple of {multiple}, and this is {size}"
             yield problem(model, key, reason, prefix="model.")
 
 
 def _format(config: RunConfig) -> Iterator[Problem]:
     if config.precision.name == "fp8_e5m2":
-        reason = (
-            "a forward product would be E5M2 x E5M2, which the FP8 matrix units' library (cuBLASLt) does not offer and "
-            "Transformer Engine refuses; two bits of mantissa are too few for activations and weights"
-        )
-        yield Problem(f"precision=fp8_e5m2: {reason}", "precision=fp8_hybrid", ("precision",))
+        cause = "precision=fp8_e5m2: cuBLASLt has no E5M2 x E5M2 product, and two bits of mantissa are too few"
+        yield Problem(cause, "precision=fp8_hybrid", ("precision",))
 
 
 def check_logger(config: RunConfig) -> Iterator[Problem]:
@@ -168,17 +157,9 @@ def check_logger(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
     if logger.wandb is not None:
         yield from _missing("wandb", ["wandb"])
-        project = logger.wandb.project
-        if not project.strip() or _NOT_IN_A_PROJECT.search(project) or len(project) > _LONGEST_PROJECT:
-            reason = f"W&B's names of projects have up to {_LONGEST_PROJECT} characters, and none of / \\ # ? % :"
-            yield problem(config, "logger.wandb.project", reason)
     if logger.mlflow is not None:
         uri = logger.mlflow.tracking_uri
         yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
-        if not logger.mlflow.experiment.strip():
-            yield problem(config, "logger.mlflow.experiment", "is empty")
-        if uri is not None and not uri.startswith(_STORES):
-            yield problem(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows")
 
 
 def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
@@ -187,10 +168,78 @@ def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
         yield Problem(cause, f'pip install -e ".[{name}]"', (f"logger.{name}",))
 
 
+# ---- names and paths, and whether something is there -----------------------------------------------------------------
+
+
+def _paths(config: RunConfig) -> list[Problem]:
+    found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
+    for name, source in data_schema.sources_of(config.data):
+        found += (data_schema.as_named(problem, name) for problem in _check_source(source))
+    return found
+
+
+def _check_run_name(name: str) -> Iterator[Problem]:
+    reason = None
+    if not name.strip() or name != name.strip() or not name.isprintable():
+        reason = "is no plain name"
+    elif name.startswith(("/", "~")) or "\\" in name or {"..", "."} & {*PurePosixPath(name).parts, name}:
+        reason = "leads out of outputs/"
+    if reason:
+        cause = f"run_name={show(name)}: {reason}"
+        yield Problem(cause, "hydra.run.dir=FOLDER puts a run elsewhere", ("run_name",))
+
+
+def _check_checkpoints(config: RunConfig) -> Iterator[Problem]:
+    if config.ckpt_path is not None and config.init_from is not None:
+        yield problem(config, "ckpt_path init_from", "one continues a run, the other starts one from weights")
+    for key, value in (("ckpt_path", config.ckpt_path), ("init_from", config.init_from)):
+        if value is None or (key == "ckpt_path" and value in ("last", "best")):
+            continue
+        path, example = Path(value).expanduser(), f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
+        if not value or not path.is_dir():
+            yield problem(config, key, f"there is no such folder (looked in {Path.cwd()})", example)
+        elif (path / "checkpoints").is_dir() and not os.path.lexists(path / "manifest.json"):
+            yield problem(config, key, "is a run's folder, and a checkpoint's is needed", example)
+        elif key == "ckpt_path" and hf_config.is_folder(path):
+            yield problem(config, key, "is a Hugging Face folder", f"init_from={show(value)}")
+
+
+def _check_source(data: Mixed) -> Iterator[Problem]:
+    if isinstance(data, FileOrHubData) and data.path:
+        path = Path(data.path).expanduser()
+        if os.path.lexists(path) and (reason := disk.why_unreadable(path)):
+            yield Problem(f"data.path: {reason}", keys=("data.path",))
+    if isinstance(data, (FilesData, TokenFilesData)):
+        if not data.train_files:
+            kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
+            yield problem(data, "train_files", "nothing to train on", f"name files: {kinds}", prefix="data.")
+        for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+            yield from (Problem(cause, keys=(key,)) for word in patterns for cause in _check_pattern(key, word))
+        none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
+        if not data.val_files and data.val_sequences > 0 and none_held_out:
+            remedy = "data.val_sequences=0 for no validation"
+            yield problem(data, "val_files", "nothing is held out to validate on", remedy, prefix="data.")
+    if isinstance(data, TextData) and data.cache_dir is not None:
+        yield from disk.check_folder(data.cache_dir, "data.cache_dir")
+    try:
+        tokenizer_file.number_of_ids(data.tokenizer)
+    except UserError as error:
+        yield from (one._replace(keys=("data.tokenizer",)) for one in error.problems)
+
+
+def _check_pattern(key: str, pattern: str) -> Iterator[str]:
+    matches = disk.find(pattern) if pattern else []
+    reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
+    if not matches:
+        yield f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
+    elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
+        yield f"{key}: {reasons[0]}"
+
+
 _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _names,
     kept_layers.check,
-    mixture.check,
+    lambda config: data_schema.check_mixture(config.data),
     _format,
     _shape,
     _vocabulary,
@@ -198,6 +247,6 @@ _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _without_effect,
     _known_batch,
     backend_support.check,
-    mixture.check_borders,
+    lambda config: data_schema.check_borders(config.data) if config.document_mask else iter(()),
     check_logger,
 )

@@ -1,11 +1,32 @@
-"""The keys of the group `data`: a class for each kind of source, and the mixture of several (see `schema`)."""
+"""The keys of the group `data`: a class for each kind of source, the mixture of several, and where documents end.
+
+Text is tokenised here, and each of its documents ends with the separator, which `document_mask` has to know. A file of
+ids has been made elsewhere. The documents of llm.c and modded-nanogpt begin with it, and those of nanoGPT end with it.
+The header tells these apart.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
 from typing import Literal
 
-from gpt2_fp8.config.keys import Part, Scored, Seed, Workers
+from gpt2_fp8.config import disk
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.keys import Part, Scored, Seed, Workers, problem, show
+
+LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/token_files.py` reads the rest
+SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
+_SOURCES = ("data.sources",)
+_OF_BORDERS = ("document_mask", "data.train_files", "data.val_files", "data.sources")
+_NO_TEXT = ("name", "num_workers", "seed", "val_sequences", "cache_dir")  # keys that do not say which text it is
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+_KEY = re.compile(r"(?<![\w./@])data\.(?!sources\.)(?=[a-z_]+\b)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +134,124 @@ class MixtureData:
 
 
 TextOfARun = Mixed | MixtureData
+
+
+def sources_of(data: TextOfARun) -> list[tuple[str, Mixed]]:
+    """Return every source of a run's text with its name in the mixture; the only one has the name ""."""
+    return list(data.sources.items()) if isinstance(data, MixtureData) else [("", data)]
+
+
+def with_sources(data: TextOfARun, sources: list[Mixed]) -> TextOfARun:
+    """Return the same group with other sources, in the order of `sources_of`."""
+    if isinstance(data, MixtureData):
+        return replace(data, sources=dict(zip(data.sources, sources, strict=True)))
+    return sources[0]
+
+
+def without_validation(data: TextOfARun) -> TextOfARun:
+    """Return the same group with no validation sequences."""
+    return with_sources(data, [replace(source, val_sequences=0) for _, source in sources_of(data)])
+
+
+def as_named(problem: Problem, name: str) -> Problem:
+    """Return a source's problem in the words of the mixture that it is in: `data.repo` is `data.sources.web.repo`.
+
+    It is unchanged for the name "".
+    """
+    if not name:
+        return problem
+    cause, remedy, *keys = (_KEY.sub(f"data.sources.{name}.", text) for text in (*problem[:2], *problem.keys))
+    return Problem(cause if f"data.sources.{name}." in cause else f"source {name}: {cause}", remedy, tuple(keys))
+
+
+def weights_of(data: MixtureData) -> dict[str, float]:
+    """Return each source's weight, in the order of the sources' names: 1 for all if none are given."""
+    return {name: 1.0 if data.weights is None else data.weights[name] for name in sorted(data.sources)}
+
+
+def check_mixture(data: TextOfARun) -> Iterator[Problem]:
+    """Find what is wrong with a mixture: its names, its weights, and what its sources must have in common."""
+    if not isinstance(data, MixtureData):
+        return
+    for name in data.sources:
+        if not _NAME.fullmatch(name):
+            cause = f"data.sources: {show(name)} is no name of a source"
+            yield Problem(cause, "a letter, then letters, digits and _, 40 at most", _SOURCES)
+    if len(data.sources) < 2:
+        cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}: data.sources"
+        yield Problem(cause, "+data@data.sources.web=fineweb adds one", _SOURCES)
+    yield from _weights(data)
+    yield from _in_common(data)
+
+
+def _weights(data: MixtureData) -> Iterator[Problem]:
+    weights = data.weights if data.weights is not None and data.sources else {}
+    reasons = {name: "has none" for name in {*data.sources} - {*weights} if weights}
+    reasons |= dict.fromkeys({*weights} - {*data.sources}, "is no source")
+    for name, weight in weights.items():
+        if weight <= 0 or weight < SMALLEST_SHARE * sum(weights.values()):
+            reasons.setdefault(name, f"{weight:g} is less than a sequence in a million")
+    for name, reason in reasons.items():
+        yield Problem(f"data.weights: {show(name)}: {reason}", keys=("data.weights",))
+
+
+def _in_common(data: MixtureData) -> Iterator[Problem]:
+    """Find a second tokenizer, and a text that is two sources."""
+    for (one, first), (other, second) in combinations(data.sources.items(), 2):
+        if first.tokenizer != second.tokenizer:
+            yield problem(data.sources, f"{one}.tokenizer {other}.tokenizer", "a model has one tokenizer",
+                          prefix="data.sources.")  # fmt: skip
+            return
+        if _text(first) == _text(second):
+            cause = f"data.sources.{one} and data.sources.{other} are the same text"
+            yield Problem(cause, keys=(f"data.sources.{other}",))
+
+
+def _text(source: Mixed) -> dict[str, object]:
+    """Return what says which text a source is. Local files are told by their real paths, in any order."""
+    about = {key: value for key, value in asdict(source).items() if key not in _NO_TEXT}
+    if isinstance(source, (FilesData, TokenFilesData)):
+        for key in ("train_files", "val_files"):
+            about[key] = sorted({os.path.realpath(path) for word in about[key] for path in disk.find(word) or [word]})
+    return about
+
+
+def begin_with_separator(data: TextOfARun) -> bool:
+    """Return whether the documents of a run's text begin with the separator. Reads 4 bytes of each file of ids."""
+    return any(begins for _, source in sources_of(data) for begins, _ in _kinds(source))
+
+
+def check_borders(data: TextOfARun) -> Iterator[Problem]:
+    """Find text for which no single rule says which document a separator belongs to."""
+    seen: dict[bool, str] = {}
+    for name, source in sources_of(data):
+        for begins, path in _kinds(source):
+            if path and _magic(path) == LLAMA_3:
+                cause = f"document_mask=true: documents begin with <|begin_of_text|> in {path}, llm.c's for Llama 3"
+                yield Problem(cause, keys=_OF_BORDERS)
+                return
+            seen.setdefault(begins, str(path) if path else f"source {name}")
+    if len(seen) > 1:
+        cause = f"document_mask=true: documents begin with the separator in {seen[True]}, end with it in {seen[False]}"
+        yield Problem(cause, keys=_OF_BORDERS)
+
+
+def _kinds(source: Mixed) -> Iterator[tuple[bool, Path | None]]:
+    """Yield, for each file of ids of a source, whether its documents begin with the separator; for text, False once."""
+    if not isinstance(source, TokenFilesData):
+        yield False, None
+        return
+    for pattern in [*source.train_files, *source.val_files]:
+        for path in disk.find(pattern):
+            if not disk.why_unreadable(path):  # else its path is refused
+                yield _magic(path) in (LLM_C, LLAMA_3), path
+
+
+def _magic(path: Path) -> int:
+    """Return the first number of a file; 0 if it has none."""
+    try:
+        with path.open("rb") as file:
+            (number,) = struct.unpack("<i", file.read(4))
+    except (OSError, struct.error):
+        return 0
+    return int(number)

@@ -210,15 +210,13 @@ def check_model(model: ModelConfig, tokens: int | None, path: Path) -> Iterator[
         "vocab_size": tokens or theirs["vocab_size"],
     }  # fmt: skip
     for key, value in theirs.items():
-        own = getattr(model, key)
-        own = follows.get(key) if own is None else own
-        same, also = own == value, ""
+        own = follows.get(key) if getattr(model, key) is None else getattr(model, key)
         if key == "n_positions" and rope:  # a run may use fewer than its model has
             same = own <= value
-        elif key == "rope_scaling":
-            same = (own or 1) == (value or 1)
-        elif key == "vocab_size" and tokens:
-            same, also = same and tokens <= value, f", and the tokenizer {tokens:,}"
+        elif key == "vocab_size":
+            same = own == value and (tokens is None or tokens <= value)
+        else:
+            same = own == value or (key == "rope_scaling" and {own, value} <= {None, 1})
         if not same:
-            cause = f"model.{key}={show(own)}, init_from={path}: its model has {show(value)}{also}"
+            cause = f"model.{key}={show(own)}, init_from={path}: its model has {show(value)}"
             yield Problem(cause, f"model.{key}={show(value)}", (f"model.{key}", "init_from"))

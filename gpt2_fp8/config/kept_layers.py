@@ -80,11 +80,6 @@ def every_block(kept: Kept) -> bool:
     return all(parts == ALL_PARTS for parts in kept.blocks)
 
 
-def every_layer(kept: Kept) -> bool:
-    """Return whether nothing computes in FP8."""
-    return kept.head and every_block(kept)
-
-
 def split_mlp(kept: Kept) -> str | None:
     """Name a block of whose MLP one product of two is kept; None if there is none."""
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if len(parts & MLP) == 1), None)
@@ -100,5 +95,5 @@ def check(config: RunConfig) -> Iterator[Problem]:
             reason = f"there is no layer {show(name)} in a model of {n_layer} blocks"
             remedy = f"head, first, last, first:2, blocks.0 to blocks.{n_layer - 1}, or a part such as blocks.*.mlp"
             yield problem(config, KEY, reason, remedy)
-    if every_layer(kept(precision.keep_bf16, n_layer)):
+    if (asked := kept(precision.keep_bf16, n_layer)).head and every_block(asked):
         yield problem(config, KEY, f"it keeps every layer in bf16; precision={precision.name} needs one in FP8")

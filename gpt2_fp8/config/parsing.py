@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import keys
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import Kind, Range, hints_of, key_paths, kind_of, show, tag_field, tags_of
 
@@ -81,15 +81,15 @@ class _Builder:
             tag = tag_field(classes)
             owners = {choice: c for c in classes for choice in tags_of(c, tag)}
             if data.get(tag) not in owners:
-                return self._bad(prefix + tag, *hints.unknown_choice(prefix + tag, show(data.get(tag)), list(owners)))
+                return self._bad(prefix + tag, *keys.unknown_choice(prefix + tag, show(data.get(tag)), list(owners)))
             cls = owners[data[tag]]
         known, before, values = hints_of(cls), len(self.found), {}
         for key in data:
             if theirs := [choice for choice, c in owners.items() if key in hints_of(c) and key not in known]:
-                cause = f"{prefix}{key} belongs to {prefix}{tag}={hints.either(theirs)}"
+                cause = f"{prefix}{key} belongs to {prefix}{tag}={keys.either(theirs)}"
                 self._bad(prefix + key, f"{cause}, and this is {data[tag]}")
             elif key not in known:
-                self._bad(prefix + key, *hints.unknown_key(prefix + key, list(known), key_paths(self.cls)))
+                self._bad(prefix + key, *keys.unknown_key(prefix + key, list(known), key_paths(self.cls)))
         for name in known:
             if name in data:
                 values[name] = self.value(known[name], data[name], prefix + name)
@@ -117,9 +117,9 @@ class _Builder:
             (item,) = get_args(lists[0])
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
             return self._bad(path, f"{path}={show(value)}: needs a list of {several}", f"{path}='[one,two]'")
-        meant = hints.near(str(value), literals, 1)
+        meant = keys.near_names(str(value), literals, 1)
         remedy = f"{path}={meant[0]}" if meant else ""
-        return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
+        return self._bad(path, f"{path}={show(value)}: must be {keys.either(words)}", remedy)
 
     def _bad(self, path: str, cause: str, remedy: str = "") -> Any:
         self.found.append(Problem(cause, remedy, (path,)))

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from gpt2_fp8.config import disk, paths, tokenizer_file
+from gpt2_fp8.config import disk, hf_config, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import Amount, Count, Range, Seed, Share, problem, show
-from gpt2_fp8.config.paths import Which
 
 T = TypeVar("T")
+Which = Literal["last", "best"]
+EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 Texts = Annotated[int, Range(1, 10**5)]
 TextTokens = Annotated[int, Range(1, 10**6)]
 
@@ -55,12 +57,43 @@ class EvaluateConfig:
     out: Annotated[str | None, "a file for the results, as JSON"] = None
 
 
+# ---- a trained model -------------------------------------------------------------------------------------------------
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run's, with checkpoints below it."""
+    return os.path.isdir(path / "checkpoints")
+
+
+def why_no_model(path: Path) -> str | None:
+    """Return why a folder holds no trained model of this program, as part of a sentence; None if it may."""
+    if not os.path.isdir(path):
+        return f"{'is a file' if os.path.exists(path) else 'does not exist'} (looked in {Path.cwd()})"
+    if is_run(path) or os.path.lexists(path / "manifest.json"):
+        return None
+    if hf_config.is_folder(path):
+        return "it is a Hugging Face folder, and no checkpoint: python -m gpt2_fp8.import_hf makes one of it"
+    return "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
+
+
+def check_trained(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
+    """Find what is wrong with a program's `ckpt_path` and `checkpoint`, as far as the names of files tell."""
+    if not ckpt_path:
+        yield Problem("ckpt_path is missing: it names the model", EXAMPLES)
+        return
+    path, said = Path(ckpt_path.replace("\0", "\ufffd")).expanduser(), f"ckpt_path={show(ckpt_path)}"
+    if why := why_no_model(path):
+        yield Problem(f"{said}: {why}", EXAMPLES)
+    elif which == "best" and not is_run(path):
+        yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one")
+
+
 # ---- checks, as far as they need no model ----------------------------------------------------------------------------
 
 
 def check_generate(config: GenerateConfig) -> list[Problem]:
     """List what is wrong with settings whose types and ranges are right."""
-    problems = list(paths.check_trained(config.ckpt_path, config.checkpoint))
+    problems = list(check_trained(config.ckpt_path, config.checkpoint))
     beginnings(config, problems)
     if config.prompts is not None and config.prompt:
         problems.append(Problem("prompt and prompts are two places for the beginnings"))
@@ -79,7 +112,7 @@ def check_generate(config: GenerateConfig) -> list[Problem]:
 
 def check_evaluate(own: EvaluateConfig) -> list[Problem]:
     """List what is wrong with the program's own keys."""
-    problems = list(paths.check_trained(own.ckpt_path, own.checkpoint))
+    problems = list(check_trained(own.ckpt_path, own.checkpoint))
     if own.ranking is not None:
         read_ranking(own.ranking, problems)
     return [*problems, *_check_out(own.out, ranking=own.ranking)]

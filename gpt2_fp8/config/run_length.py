@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.config.data_schema import FileOrHubData, HubData
+from gpt2_fp8.config.data_schema import FileOrHubData, HubData, MixtureData
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
@@ -185,6 +185,8 @@ def _check_epochs(config: RunConfig) -> Iterator[Problem]:
         if config.callbacks.keep_epochs:
             yield problem(config, f"callbacks.keep_epochs {key}", "no epochs are counted")
         return
+    if isinstance(data, MixtureData):
+        yield problem(config, f"{key} data.kind", "each source of a mixture has passes of its own")
     if config.trainer.overfit_batches:
         yield problem(config, f"{key} trainer.overfit_batches", "the first steps' data is repeated, and no passes made")
     here = isinstance(data, FileOrHubData) and Path(data.path).expanduser().is_file()

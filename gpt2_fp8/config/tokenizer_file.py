@@ -23,7 +23,6 @@ INSTALL = 'pip install -e ".[hf]"'
 SPECIAL = 256  # special tokens of Llama 3, after its ranks
 END_OF_TEXT = "<|end_of_text|>"  # the second of them
 SEPARATORS = ("<|endoftext|>", END_OF_TEXT)  # they end a document, also where a chat's turn ends with another one
-_LARGEST_BYTES = 128 << 20
 _MOST_IDS = 1 << 31  # a batch has ids as int32
 
 
@@ -76,10 +75,8 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """Return a tokenizer's file. Raises UserError if it cannot be read, or is larger than any tokenizer's."""
+    """Return a tokenizer's file. Raises UserError if it cannot be read."""
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise OSError(f"it has more than {_LARGEST_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
         raise refused(path, str(error.strerror or error)) from None

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from gpt2_fp8.config import mixture
+from gpt2_fp8.config import data_schema
 from gpt2_fp8.config.data_schema import (
     FileOrHubData,
     FilesData,
@@ -74,7 +74,7 @@ def build_parts(config: TextOfARun, encoding: Tokenizer, plugins: tuple[str, ...
     """
     if not isinstance(config, MixtureData):
         return [Part(build_reader(config, encoding, plugins), config.seed, config.val_sequences)]
-    weights = mixture.weights_of(config)
+    weights = data_schema.weights_of(config)
     parts = []
     for (name, _), weight in zip(weights.items(), whole_numbers(weights.values()), strict=True):
         source = config.sources[name]
@@ -129,7 +129,7 @@ def naming_source(name: str) -> Iterator[None]:
     except UserError as error:
         if not name:
             raise
-        raise UserError(mixture.as_named(problem, name) for problem in error.problems) from error
+        raise UserError(data_schema.as_named(problem, name) for problem in error.problems) from error
     except DataSourceLost as error:
         if not name:
             raise

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt2_fp8.config.data_schema import LLAMA_3, LLM_C
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.mixture import LLAMA_3, LLM_C
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.files import find_files

@@ -1,12 +1,18 @@
-"""Collects the facts of this machine: of the host here, of torch and what stands on it in a child process."""
+"""Collects the facts of this machine: of the host here, of torch and what stands on it in a child process.
+
+The child is `python -m gpt2_fp8.diagnose.probe ANSWER < PARTS`: PARTS a list of names, both JSON. It writes the answer
+again after each part, so that a part which crashes leaves those before it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__, compose
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.diagnose.rules import Disk, Facts, Step
-from gpt2_fp8.measure import subprocesses
-from gpt2_fp8.measure.case import Case, measure
+from gpt2_fp8.measure.case import Case, measure, run_child
 
-PARTS = ("torch", "transformer-engine", "cudnn", "torchao", "flash-attn-4", "runs")
 SECONDS = 180.0  # for all parts of the child: imports from a network's disk take long
 STEP_SECONDS = 150.0  # for the steps of one precision, with compilation
 WARMUP, STEPS = 5, 10
@@ -30,13 +35,18 @@ MEASURED = ("model=gpt2", "data=stdlib", "model.vocab_size=50257", "micro_batch_
 PACKAGES = ("torch", "transformer-engine", "torchao", "flash-attn-4")
 _VARIABLES = re.compile(r"(NVTE|CUDNN|NCCL)_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH|LAUNCH_BLOCKING)|LD_LIBRARY_PATH")
 
+RUNS = (
+    *(("delayed", "fused"), ("delayed", "te"), ("current", "te"), ("block", "te"), ("mxfp8", "te")),
+    *(("current", "torchao"), ("rowwise", "torchao")),
+)
+
 
 def collect(say: Callable[[str], None]) -> Facts:
     """Return the facts of this machine, without times of steps. `say` is told what is looked at."""
     say("the host and its GPUs")
     host, versions = _host(), {name: _version(name) for name in PACKAGES}
     say("torch, Transformer Engine and what else FP8 stands on, in a process of their own")
-    answers, errors = ask([part for part in PARTS if versions.get(part, "") is not None])
+    answers, errors = ask([part for part in ANSWERS if versions.get(part, "") is not None])
     errors |= {name: answers[name] for name in PACKAGES if isinstance(answers.get(name), str)}
     known = {**answers.get("torch", {}), **answers.get("cudnn", {}), "runs": answers.get("runs", {})}
     return Facts(**host, **known, libraries=versions, errors=errors)
@@ -50,7 +60,7 @@ def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
     while parts and "torch" not in failed:  # all others import it too
-        ended = subprocesses.run("gpt2_fp8.diagnose.child", parts, SECONDS)
+        ended = run_child("gpt2_fp8.diagnose.probe", parts, SECONDS)
         done = ended.answer or {}
         answers |= {part: told["answer"] for part, told in done.items() if "answer" in told}
         failed |= {part: told["error"] for part, told in done.items() if "error" in told}
@@ -137,3 +147,100 @@ def _disks() -> Iterator[tuple[str, Disk]]:
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         free, writable = shutil.disk_usage(there).free, os.access(there, os.W_OK | os.X_OK)
         yield name, Disk(path=str(path.absolute()), free=free, writable=writable)
+
+
+# ---- the child process -----------------------------------------------------------------------------------------------
+
+
+def ask_torch() -> dict[str, Any]:
+    """Return what torch says of itself and of the GPU."""
+    import torch
+
+    available, unavailable = torch.cuda.is_available(), None
+    if torch.version.cuda and not available:
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            unavailable = said(error)
+    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
+    return {
+        "torch_cuda": torch.version.cuda,
+        "available": available,
+        "unavailable": unavailable,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if available else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+    }
+
+
+def load_transformer_engine() -> None:
+    """Load Transformer Engine."""
+    import transformer_engine.pytorch  # noqa: F401
+
+
+def ask_cudnn() -> dict[str, Any]:
+    """Return the version of the cuDNN that is loaded, which may be another one than torch's own."""
+    import torch
+
+    from gpt2_fp8.kernels import dotted
+
+    try:
+        number = torch.backends.cudnn.version()
+    except Exception as error:
+        return {"cudnn_error": said(error)}
+    return {"cudnn": dotted(number) if number else None}
+
+
+def ask_torchao() -> str | None:
+    """Return why torchao cannot be used; None if it can."""
+    from gpt2_fp8.compat import torchao
+
+    return torchao.why_not()
+
+
+def ask_flash_attn() -> str | None:
+    """Return why FlashAttention 4's backward cannot be used; None if it can."""
+    from gpt2_fp8.compat import flash_attn
+
+    return flash_attn.why_no_flash()
+
+
+def ask_backends() -> dict[str, str | None]:
+    """Return why a run in FP8 with each recipe and backend cannot run here; None if it can."""
+    from gpt2_fp8.fp8.resolve import resolve
+    from gpt2_fp8.runtime import devices
+
+    found: dict[str, str | None] = {}
+    for recipe, backend in RUNS:
+        words = ["model=gpt2", "precision=fp8_hybrid", f"precision.backend={backend}", f"recipe={recipe}"]
+        (config,) = compose.preflight([*words, "precision.fallback=error"])
+        try:
+            found[f"{recipe} {backend}"] = resolve(config, devices.device(config)).reason
+        except UserError as error:
+            found[f"{recipe} {backend}"] = error.problems[0].cause
+    return found
+
+
+def said(error: BaseException) -> str:
+    """Return an error as one line, whole: the cause of an import that fails is often at its end."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+
+
+ANSWERS: dict[str, Callable[[], Any]] = {
+    "torch": ask_torch, "transformer-engine": load_transformer_engine, "cudnn": ask_cudnn, "torchao": ask_torchao,
+    "flash-attn-4": ask_flash_attn, "runs": ask_backends,
+}  # fmt: skip
+
+
+def answer_parts(parts: list[str], answer: Path) -> None:
+    """Answer each part in turn; one that raises is answered with the error."""
+    done: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        try:
+            done[part] = {"answer": ANSWERS[part]()}
+        except Exception as error:  # a broken build raises anything from OSError to RuntimeError
+            done[part] = {"error": said(error)}
+        answer.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    answer_parts(json.load(sys.stdin), Path(sys.argv[1]))

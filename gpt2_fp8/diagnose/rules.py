@@ -90,7 +90,7 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """Return what every rule says."""
-    rules = (_gpu, _driver, _torch, _transformer_engine, _libraries, _compilers, _several_gpus, _disks, _steps)
+    rules = (_gpu, _driver, _torch, _transformer_engine, _libraries, _compilers, _disks, _steps)
     machine = Finding("machine", "ok", f"{facts.machine}, {facts.platform}, Python {facts.python}")
     return [machine, *(finding for rule in rules for finding in rule(facts))]
 
@@ -176,6 +176,8 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     else:
         cuda = f"CUDA {facts.torch_cuda}, NCCL {facts.nccl}" if facts.torch_cuda else "a build for CPUs"
         yield Finding("torch", "ok", f"{version}, {cuda}")
+        if len(facts.gpus) > 1 and facts.available and not facts.nccl:
+            yield Finding("NCCL", "warn", "this torch has no NCCL, which several GPUs need", None, TORCH)
 
 
 def _transformer_engine(facts: Facts) -> Iterator[Finding]:
@@ -217,13 +219,6 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
         if not facts.tools.get(tool):
             what = f"{tool} is missing, with which Triton compiles at the first step"
             yield Finding("Triton", "fail", what, None, f"sudo apt-get install {package}")
-
-
-def _several_gpus(facts: Facts) -> Iterator[Finding]:
-    if len(facts.gpus) < 2:
-        return
-    if facts.available and not facts.nccl:
-        yield Finding("NCCL", "warn", "this torch has no NCCL, which several GPUs need", None, TORCH)
 
 
 def _disks(facts: Facts) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config import mixture, tokenizer_file
+from gpt2_fp8.config import data_schema, tokenizer_file
 from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
@@ -118,7 +118,7 @@ class Backend(ABC):
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""
         separator = self._separator()
-        begins = separator is not None and mixture.begin_with_separator(self.config.data)
+        begins = separator is not None and data_schema.begin_with_separator(self.config.data)
         return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins)
 
     def _separator(self) -> int | None:

@@ -1,10 +1,8 @@
-"""What a benchmark writes: `bench.json`, `bench.md` and `bench.png` in its folder, and the tables that it prints."""
+"""What a benchmark writes: `bench.json` and `bench.md` in its folder, and the tables that it prints."""
 
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -13,7 +11,7 @@ from typing import Any
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line, table
+from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
 
 Row = dict[str, Any]
@@ -42,7 +40,7 @@ class Measured:
         return self.config.recipe.name if self.config.precision.name.startswith("fp8") else None
 
     @property
-    def kind(self) -> str:
+    def name(self) -> str:
         """What tells it from others with the same work; of `bench.rows`, the row's name."""
         words = [self.config.precision.name, self.recipe, self.result.layers]
         return self.config.notes or ", ".join(filter(None, words))
@@ -130,53 +128,15 @@ def _note(result: Result, asked: str) -> str:
     return f"ran {result.ran}: {result.reason}" if result.reason and result.ran != asked else ""
 
 
-def plot(every: Sequence[Measured], path: Path) -> bool:
-    """Write a PNG with a bar for each case. Returns False if there is nothing to draw.
-
-    There is a group of bars for each model and micro-batch, and a colour for each precision, recipe and family of
-    layers. Thin lines go from the slowest to the fastest step. Raises ImportError if matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
-
-    done = [measured for measured in every if measured.result.tokens_per_second]
-    if not done:
-        return False
-    works = list(dict.fromkeys(measured.work for measured in done))
-    kinds = list(dict.fromkeys(measured.kind for measured in done))
-    width = 0.8 / len(kinds)
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.7 * len(works) * len(kinds)), 4.5), layout="constrained")
-    axes = figure.subplots()
-    for place, kind in enumerate(kinds):
-        group = [measured for measured in done if measured.kind == kind]
-        x = [works.index(measured.work) + (place - (len(kinds) - 1) / 2) * width for measured in group]
-        rates = [measured.result.tokens_per_second or 0.0 for measured in group]
-        below = [max(0.0, rate - (m.result.slowest or rate)) for rate, m in zip(rates, group, strict=True)]
-        above = [max(0.0, (m.result.fastest or rate) - rate) for rate, m in zip(rates, group, strict=True)]
-        bars = axes.bar(x, rates, width * 0.95, yerr=[below, above], capsize=3, label=line(kind))
-        shown = [f"{rate / 1000:,.0f} k" if rate >= 10_000 else f"{rate:,.0f}" for rate in rates]
-        axes.bar_label(bars, labels=shown, label_type="center", fontsize=8)  # clear of the lines
-    axes.set_xticks(range(len(works)), [f"{model}\nmicro-batch {size}" for model, size in works])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"full training steps on {done[0].result.device}", fontsize=10)
-    axes.margins(y=0.12)
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    return True
-
-
 @dataclass
 class Record:
     """A benchmark's settings by key, and the results so far."""
 
     folder: Path
     bench: dict[str, Any]
-    program: str  # as the user types it
-    words: Sequence[str]  # the words after it
+    command: str  # that measures the same again
     cases: list[Measured] = field(default_factory=list)
     complete: bool = False
-    unwritten: OSError | None = None  # why not all files are written
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -189,50 +149,22 @@ class Record:
         """The versions of the libraries that the cases used."""
         return next((m.result.versions for m in self.cases if m.result.versions), {})
 
-    @property
-    def command(self) -> str:
-        """The command that measures the same again."""
-        return shlex.join([*self.program.split(), *self.words])
-
     def tables(self) -> dict[str, list[Row]]:
         """Return every table by its title: the cases and their profiles."""
         found = {"Training steps": case_rows(self.cases)} if self.cases else {}
         for measured in self.cases:
             if rows := kernel_rows(measured.result):
                 model, size = measured.work
-                found[f"Kernels of a step: {model}, micro-batch {size} ({measured.kind})"] = rows
+                found[f"Kernels of a step: {model}, micro-batch {size} ({measured.name})"] = rows
         return found
 
     def write(self) -> None:
         """Replace `bench.json` and `bench.md` with the results so far. Raises OSError."""
         durable.write_json(self.folder / "bench.json", _finite(self._as_dict()))
         about = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = [
-            f"`{self.command}`",
-            f"{self.device}; {about}" if self.device else "",
-        ]
+        parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
         parts += [f"## {title}\n\n{table(rows)}" for title, rows in self.tables().items() if rows]
         durable.write_text(self.folder / "bench.md", "\n\n".join(filter(None, parts)) + "\n")
-
-    def keep(self) -> None:
-        """Call `write`. If it fails, warn the first time: the results can still be shown."""
-        try:
-            self.write()
-            self.unwritten = None
-        except OSError as error:
-            if self.unwritten is None:
-                print(f"warning: {self.folder} cannot be written, going on: {error}", file=sys.stderr)
-            self.unwritten = error
-
-    def draw(self) -> str | None:
-        """Write `bench.png`; return why it could not be drawn, or None."""
-        try:
-            plot(self.cases, self.folder / "bench.png")
-        except ImportError:
-            return 'no plot, since matplotlib is not installed: pip install -e ".[bench]"'
-        except OSError as error:
-            return f"no plot: {error}"
-        return None
 
     def _as_dict(self) -> dict[str, Any]:
         cases = []

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
 import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -22,11 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
 from gpt2_fp8 import __version__
+from gpt2_fp8.compat import torch_private
 from gpt2_fp8.config import parsing
+from gpt2_fp8.config.data_schema import without_validation
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
@@ -35,12 +43,15 @@ from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.kernels import library_versions
-from gpt2_fp8.measure import profile
-from gpt2_fp8.measure.case import Case, Result
-from gpt2_fp8.measure.subprocesses import one_line
+from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, Status, one_line
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
 from gpt2_fp8.runtime import devices, registry
+
+# Parts of names that tell where a kernel is from and not what it does.
+_NOISE = re.compile(
+    r"^void |\(anonymous namespace\)::|<unnamed>::|\bat::native::|\bat::cuda::|\bstd::|\btransformer_engine::"
+)
 
 
 def versions() -> dict[str, str]:
@@ -75,9 +86,8 @@ def run(case: Case) -> Result:
         return Result(status="refused", message=message, remedy=remedy, **known)
     except Exception as error:
         traceback.print_exc()
-        if is_out_of_memory(error):
-            return Result(status="out of memory", message=_wanted(error), **known)
-        return Result(status="failed", message=one_line(f"{type(error).__name__}: {error}"), **known)
+        status: Status = "out of memory" if is_out_of_memory(error) else "failed"
+        return Result(status=status, message=one_line(f"{type(error).__name__}: {error}"), **known)
     return Result(status="ok", **known)
 
 
@@ -91,14 +101,8 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
-    known.update(
-        device=name,
-        ran=plan.ran,
-        reason=plan.reason,
-        backend=plan.backend.name,
-        layers=plan.label,
-        compiled=plan.backend.compiled,
-    )
+    known.update(device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend.name, layers=plan.label)
+    known["compiled"] = plan.backend.compiled
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
     known["attention"] = plan.backend.kernels(vocab_size)["attention"]
     step = built(config, plan, vocab_size)
@@ -123,7 +127,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     known["losses"] = [result.read().loss for result in results]
     known["grad_norms"] = [result.read().grad_norm for result in results]
     if case.profile:
-        known["profile"] = profile.of_step(lambda: step(batches[-1]), device)
+        known["profile"] = profile_step(lambda: step(batches[-1]), device)
 
 
 def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
@@ -165,13 +169,61 @@ def timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
-def _wanted(error: Exception) -> str:
-    """Say how much memory was asked for, in one line."""
-    text = one_line(error) or "memory ran out"
-    if not (isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized()):
-        return text
-    used, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-    return f"{text}, with {used / 2**30:.1f} of {whole / 2**30:.1f} GiB in use"
+# ---- where a step's time goes ----------------------------------------------------------------------------------------
+
+
+def profile_step(step: Callable[[], object], device: str) -> list[Kernel]:
+    """Profile one more step: its kernels, the longest first; on a CPU operators, without the time of their children.
+
+    On a GPU a step before it lets the host get ahead, as in a run. One line is the time in which no kernel ran, from
+    the step's first one to its last; its calls are how often. All lines together are the step, unless kernels overlap.
+    The list is empty where the driver lets nobody see kernels.
+    """
+    if device == "cpu":
+        return _lines((_NOISE.sub("", e.name), e.self_cpu_time_total) for e in _events(step, ProfilerActivity.CPU))
+
+    def twice() -> None:
+        step()
+        torch_private.mark_on_gpu()
+        step()
+
+    torch_private.mark_on_gpu()  # it is loaded at its first use
+    torch.cuda.synchronize()
+    events = _events(twice, ProfilerActivity.CUDA)
+    begin = next((event.time_range.end for event in events if torch_private.MARK in event.name), math.inf)
+    own = [event for event in events if event.time_range.start >= begin]
+    kernels = [(_NOISE.sub("", event.name), event.time_range.elapsed_us()) for event in own]
+    gaps = waits((event.time_range.start, event.time_range.end) for event in own)
+    return _lines([*kernels, *((WAITS, gap) for gap in gaps)])
+
+
+def _events(function: Callable[[], object], activity: ProfilerActivity) -> list[FunctionEvent]:
+    kind = DeviceType.CPU if activity == ProfilerActivity.CPU else DeviceType.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        function()
+        if kind == DeviceType.CUDA:
+            torch.cuda.synchronize()
+    return [e for e in profiler.events() or [] if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
+
+
+def _lines(parts: Iterable[tuple[str, float]]) -> list[Kernel]:
+    """Sum (name, microseconds) by name; the longest first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, microseconds in parts:
+        times[name].append(microseconds)
+    sums = {name: sum(each) for name, each in times.items()}
+    whole = sum(sums.values()) or 1.0
+    return [
+        Kernel(name=name, milliseconds=sums[name] / 1e3, share=sums[name] / whole, calls=len(times[name]))
+        for name in sorted(sums, key=sums.__getitem__, reverse=True)
+    ]
+
+
+def waits(ranges: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the gaps between (begin, end) ranges in which none of them is, in their unit and order."""
+    ordered = sorted(ranges)
+    reached = itertools.accumulate((end for _, end in ordered), max)
+    return [begin - end for end, (begin, _) in zip(reached, ordered[1:], strict=False) if begin > end]
 
 
 if __name__ == "__main__":

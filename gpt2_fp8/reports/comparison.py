@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2_fp8.reports import curves
-from gpt2_fp8.reports.curves import Array
-from gpt2_fp8.reports.runs import COMPLETED, Condition, Run
+from gpt2_fp8.reports.runs import COMPLETED, Array, Condition, Run, first_below
 
 WINDOW = 0.05  # of the tokens that all runs have: the least window of a mean training loss
 WITHIN = 0.05  # of the base's loss: FP8 is as good if the confidence interval of the difference is within this
@@ -119,7 +117,7 @@ def equal_loss(side: Side, found: Comparison) -> Iterator[Row]:
         means = [np.mean([c[seed] for seed in seeds], axis=0) for c, seeds in zip(curve, kept, strict=True)]
         times = [np.mean([t[seed] for seed in seeds], axis=0) for t, seeds in zip(time, kept, strict=True)]
         level = max(mean[-1] for mean in means)
-        where = [curves.first_below(at, mean, level) for mean in means]
+        where = [first_below(at, mean, level) for mean in means]
         return np.array([where, [np.interp(place, at, t) for place, t in zip(where, times, strict=True)], [level] * 2])
 
     seeds = [list(each) for each in curve]

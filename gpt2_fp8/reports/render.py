@@ -1,4 +1,4 @@
-"""Reports as Markdown, aligned for a terminal too, as one HTML page, and as pictures (PNG, None without matplotlib).
+"""Reports as Markdown, aligned for a terminal too, as one HTML page, and as a picture (PNG, None without matplotlib).
 
 Texts of a run's folder may be a stranger's: they are escaped here.
 """
@@ -72,8 +72,11 @@ def page(title: str, text: str, picture: bytes | None) -> str:
 
 def comparison(found: Comparison) -> bytes | None:
     """Draw training and validation loss, and how far the training loss is above the base's."""
-    if (figure := _figure(15.0, 4.5)) is None:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
+    except ImportError:
         return None
+    figure = Figure(figsize=(15.0, 4.5), layout="constrained")
     training, distance, validation = axes = figure.subplots(1, 3)
     _, base, _ = mean_curve(found.base, found, _POINTS)
     for place, side in enumerate([side for side in found.sides if not side.why_not][:_MOST]):
@@ -88,35 +91,10 @@ def comparison(found: Comparison) -> bytes | None:
     training.set(title="training loss (bands: seeds' deviation)", ylabel="nats a token", xlabel="tokens")
     distance.set(title="training loss above the base's", ylabel="%", xlabel="tokens")
     validation.set(title="validation loss", ylabel="nats a token", xlabel="tokens")
-    return _png(figure, training, axes)
-
-
-def sweep(labels: Sequence[str], best: Sequence[float], final: Sequence[float]) -> bytes | None:
-    """Draw the best and the final validation loss of each job, best first."""
-    if not labels or (figure := _figure(8.0, 1.5 + 0.3 * len(labels))) is None:
-        return None
-    axes, heights = figure.subplots(), range(len(labels))
-    axes.plot(final, heights, "o", markersize=10, markerfacecolor="none", label="final")  # around the other
-    axes.plot(best, heights, "o", markersize=5, label="best")
-    axes.set_yticks(heights, [line(label, 60) for label in labels], fontsize=8, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlabel("validation loss, nats a token")
-    return _png(figure, axes, [axes])
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
-    except ImportError:
-        return None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _png(figure: Any, with_legend: Any, axes: Any) -> bytes:
     for each in axes:
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
-    for label in with_legend.legend(frameon=False, fontsize=8).get_texts():
+    for label in training.legend(frameon=False, fontsize=8).get_texts():
         label.set_parse_math(False)
     buffer = io.BytesIO()
     with warnings.catch_warnings():

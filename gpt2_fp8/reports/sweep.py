@@ -1,4 +1,4 @@
-"""A sweep's table: what was varied and what each job reached. It is printed, and `sweep.csv`, `.md` and `.png`."""
+"""A sweep's table: what was varied and what each job reached. It is printed, and `sweep.csv` and `.md`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import yaml  # type: ignore[import-untyped]
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk, own_words
 from gpt2_fp8.config.shown import as_typed, table
-from gpt2_fp8.reports import render, runs
+from gpt2_fp8.reports import runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
-MOST_LINES = 40  # rows on a terminal, and dots of the picture
+MOST_LINES = 40  # rows on a terminal
 # How a run can end, in the order in which a table shows the jobs; the first three may have results to compare.
 _RANKS = {"completed": 0, "stopped": 0, "interrupted": 0, "diverged": 1, "data_lost": 2, "failed": 3, "refused": 3,
           UNFINISHED: 4, NOT_RUN: 5}  # fmt: skip
@@ -73,7 +73,7 @@ def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
     """Write the files into `folder`; yield what to print, the table before anything is written. Raises OSError."""
     counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
     count = f"{len(jobs):,} {'job' if len(jobs) == 1 else 'jobs'}: {counts}"
-    rows, keys, forms = job_rows(jobs), varied(jobs), {column: form for column, _, form in _FIGURES}
+    rows, forms = job_rows(jobs), {column: form for column, _, form in _FIGURES}
     shown = [{key: format(cell, forms.get(key, "") if cell != "" else "") for key, cell in row.items()} for row in rows]
     more = f"\n{len(jobs) - MOST_LINES:,} more jobs: in sweep.csv" if len(jobs) > MOST_LINES else ""
     yield f"\nSweep of {count}\n\n{table(shown[:MOST_LINES])}{more}\n"
@@ -84,13 +84,7 @@ def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
     durable.write_text(folder / "sweep.csv", file.getvalue())
     told = f"{count}. Losses in nats a token; best first, by the best validation loss."
     durable.write_text(folder / "sweep.md", f"{told}\n\n{table(shown)}\n")
-    drawn = [(place, job, job.best) for place, job in enumerate(jobs) if job.best is not None][:MOST_LINES]
-    labels = [", ".join(column[place] for column in keys.values()) or job.folder for place, job, _ in drawn]
-    final = [job.figures.get("val_loss", best) for _, job, best in drawn]
-    picture = render.sweep(labels, [best for *_, best in drawn], final)
-    if picture is not None:
-        (folder / "sweep.png").write_bytes(picture)
-    yield f"{folder}: sweep.csv, sweep.md{', sweep.png' if picture else ''}"
+    yield f"{folder}: sweep.csv, sweep.md"
     if sum(job.status == "completed" for job in jobs) > 1:
         yield f"next: python -m gpt2_fp8.compare {shlex.quote(str(as_typed(folder)))}"
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.keys import unknown_choice
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def make(key: str, name: str, kind: type, *arguments: object) -> Any:
     """
     known = _known[key]
     if name not in known:
-        cause, remedy = hints.unknown_choice(key, name, sorted(known))
+        cause, remedy = unknown_choice(key, name, sorted(known))
         here = remedy if known else "plugins=[MODULE], of the module that registers it"
         raise UserError.of(f"{cause}: no plugin has registered it", here)
     made = known[name](*arguments)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.config import mixture, programs, tokenizer_file
+from gpt2_fp8.config import data_schema, programs, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
@@ -46,9 +46,9 @@ class Generation:
         assert config.ckpt_path is not None, "checked before"
         found = trained.load(config.ckpt_path, config.checkpoint)
         if config.tokenizer is not None:  # as if the run's lay there
-            sources = [source for _, source in mixture.sources_of(found.config.data)]
+            sources = [source for _, source in data_schema.sources_of(found.config.data)]
             sources = [replace(source, tokenizer=config.tokenizer) for source in sources]
-            data = mixture.with_sources(found.config.data, sources)
+            data = data_schema.with_sources(found.config.data, sources)
             found = found._replace(config=replace(found.config, data=data))
         self.path = found.path
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable, files, pointers
 from gpt2_fp8.checkpoint.manifest import CheckpointError, read_manifest
-from gpt2_fp8.config import disk, hf_config, mixture, tokenizer_file
+from gpt2_fp8.config import data_schema, disk, hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS, Architecture
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.shown import counted
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.model import hf_names
@@ -40,7 +42,7 @@ CARD = """\
 ---
 # {name}
 
-A language model trained with gpt2_fp8. It continues text. It was not taught to follow instructions, and
+A language model trained {how} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
 nobody has looked at what it says: it repeats what its text has, wrong or harmful parts too.
 
 | | |
@@ -104,19 +106,25 @@ def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes
 
 def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
     """Return Hugging Face's README.md of a model: what its run knows of it. `parameters`: without padding."""
-    config, step = found.config, int(read_manifest(found.path)["global_step"])
-    begun, noted = found.parts[trained.KEY].get("init_from"), pointers.read_note(found.path)
-    computed = found.parts.get("precision", {})
-    repos = sorted({source.repo for _, source in mixture.sources_of(config.data) if isinstance(source, HubData)})
-    loss = noted.val_loss if noted is not None else None
+    config, manifest, data = found.config, read_manifest(found.path), found.config.data
+    step = int(manifest["global_step"])
+    begun = found.parts[trained.KEY].get("init_from")
+    repos = sorted({source.repo for _, source in data_schema.sources_of(data) if isinstance(source, HubData)})
     rows = {
-        "began from": begun,
+        "model": f"{config.model.name}: {config.model.n_layer} layers of {config.model.n_embd}, "
+        f"{config.model.n_head} heads",
+        "began from": begun or "",
         "parameters": f"{parameters:,}",
         "context": f"{config.model.n_positions:,} tokens",
-        "text": config.data.name + (f" ({', '.join(repos)})" if repos else ""),
-        "trained on": f"{step * tokens_a_step(config):,} tokens",
-        "precision": ", recipe ".join(filter(None, (computed.get("ran"), computed.get("recipe")))),
-        "validation loss": "" if loss is None else f"{loss:.4f} nats a token",
+        "tokenizer": data.tokenizer,
+        "text": data.name + (f" ({', '.join(repos)})" if repos else ""),
+        "trained on": f"{step * tokens_a_step(config):,} tokens: {step:,} steps of {config.global_batch_size:,} "
+        "sequences",
+        **_computed(found),
+        "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
+        f"weight decay {config.optim.weight_decay:g}",
+        "seed": str(config.seed),
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.get("written_by", {}).items()),
     }
     metadata = [] if license_id is None else [f"license: {json.dumps(license_id)}"]
     metadata += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
@@ -125,9 +133,25 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
     return CARD.format(
         metadata="\n".join(metadata),
         name=config.model.name,
+        how="from scratch" if begun is None else "further",
         table="\n".join(f"| {key} | {value} |" for key, value in rows.items() if value),
         architecture=architecture,
     )
+
+
+def _computed(found: Trained) -> dict[str, str]:
+    """Return the card's rows of what the run computed in, and of its validation loss."""
+    said, in_bf16 = found.parts.get("precision", {}), found.step.get("last_in_bf16", 0)
+    ran, asked = said.get("ran", ""), found.config.precision
+    recipe = f", recipe {said['recipe']}" if said.get("recipe") else ""
+    last = f", the last {counted(in_bf16, 'step')} in bf16" if in_bf16 else ""
+    rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
+    noted = pointers.read_note(found.path)
+    if noted is not None and noted.val_loss is not None:
+        evaluated = isinstance(asked, FP8PrecisionConfig) and asked.evaluation == "bf16" and ran.startswith("fp8")
+        loss = f"{noted.val_loss:.4f} nats a token, perplexity {math.exp(min(noted.val_loss, 700)):,.2f}"
+        rows["validation loss"] = loss + (f", computed in {'bf16' if evaluated else ran}" if ran else "")
+    return rows
 
 
 def import_weights(source: Path, folder: Path, config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
-from gpt2_fp8.config.paths import EXAMPLES, Which, is_run
+from gpt2_fp8.config.programs import EXAMPLES, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
 
 log = logging.getLogger(__name__)

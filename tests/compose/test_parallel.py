@@ -39,8 +39,7 @@ def test_a_job_of_several_devices_is_refused(words):
     assert len(preflight([*JOBLIB, "trainer=ddp"])) == 3, "every GPU is the one that a job sees"
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
-@pytest.mark.parametrize("words", [JOBLIB, ("-m", "seed=1,2,3"), ("hydra.mode=MULTIRUN", "seed=1,2")])
+@pytest.mark.parametrize(("variables", "words"), [(TORCHRUN, JOBLIB), (SRUN, ("hydra.mode=MULTIRUN", "seed=1,2"))])
 def test_a_sweep_inside_several_ranks_is_refused(variables, words, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

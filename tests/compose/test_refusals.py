@@ -19,9 +19,7 @@ model.n_embd=100 model.n_head=3 precision=bf16 -> model.n_embd
 global_batch_size=999983 micro_batch_size=999982 -> global_batch_size
 trainer.max_steps=5 optim.warmup_steps=10 -> trainer.max_steps
 optim.schedule=constant -> optim.schedule
-optim.schedule=linear optim.decay_steps=9 -> optim.schedule
 optim.schedule=warmup_stable_decay -> optim.schedule
-optim.lr_schedule=linear -> optim.lr_schedule
 trainer.max_steps=null -> trainer.max_steps
 data=fineweb trainer.max_epochs=1 -> trainer.max_epochs
 run_name=x ckpt_path=last debug=fdr -> trainer.fast_dev_run
@@ -32,78 +30,51 @@ data.tokenizer=gpt2 model.vocab_size=50000 -> model.vocab_size
 model.positions=rope model.head_size=7 precision=bf16 -> model.positions
 model.rope_base=1e6 -> model.rope_base
 model=llama3_2_1b model.rope_low_freq_factor=4 -> model.rope_low_freq_factor
-model.norm=rmsnorm -> model.norm
 model.mlp_width=500 -> model.mlp_width
 model.head_size=4 model.n_kv_head=1 -> model.n_kv_head
 precision.backend=fused model.norm=rms_norm -> precision.backend
 model.n_embd=100 -> model.n_embd
-model.n_positions=100 precision.backend=fused -> model.n_positions
 recipe=mxfp8 model.n_embd=144 model.n_head=3 -> model.n_embd
 'precision.keep_bf16=[blocks.4]' -> precision.keep_bf16
-'precision.keep_bf16=[head,1F1L]' -> precision.keep_bf16
-precision.backend=fused 'precision.keep_bf16=[blocks.1.qkv]' -> precision.backend
 recipe=delayed precision.backward=bf16_wgrad -> no
-penalty.z_loss=-1 -> penalty.z_loss
 precision.backend=fused precision.backward=bf16 -> precision.backend
 precision.backward=bf16 recipe=delayed -> no
-precision.backend=te 'precision.keep_bf16=[first:2,head,last:2]' model.n_layer=4 -> precision.keep_bf16
 precision.fast_accumulation=true 'precision.keep_bf16=[blocks.*]' -> precision.fast_accumulation
-precision.keep_bf16=head -> precision.keep_bf16
 recipe.margin=1 -> recipe.margin
 precision.backend=reference -> precision.backend
 precision=bf16 precision.backend=fused -> precision.backend
-precision.backend=fused recipe=current -> precision.backend
 precision.backend=fused document_mask=true -> precision.backend
-precision.backend=fused model.dropout=0.1 -> precision.backend
 precision.backend=torchao recipe=delayed -> precision.backend
 precision.backend=torchao attention=te -> attention
 precision.backend=te recipe=rowwise -> precision.backend
 precision.fast_accumulation=true precision.backend=te -> precision.fast_accumulation
-cuda_graphs=yes -> cuda_graphs
 activation_checkpointing=true -> activation_checkpointing
 document_mask=true attention=cudnn -> attention
 compile_mode=reduce-overhead -> compile_mode
 compile_mode=reduce-overhead precision=bf16 precision.backend=te -> compile_mode
-compile_mode=reduce-overhead precision=bf16 compile=false -> compile_mode
 attention=cudnn trainer=cpu -> attention
-attention=cudnn trainer.deterministic=true -> attention
-optimizer=adam -> optimizer
 optimizer.name=muon -> optimizer.name
 optimizer.momentum=0.9 -> optimizer.momentum
-optimizer=muon optimizer.momentum=1 -> optimizer.momentum
-data.path=x.txt -> data.path
 model=gpt3 -> model
-logger=comet -> logger
 logger.wandb.project=x -> logger.wandb.entity
-logger.wandb=true -> logger.wandb
 logger=csv logger.histograms_every_n_steps=5 -> logger.histograms_every_n_steps
-logger=wandb logger.wandb.project=me/gpt2 -> logger.wandb.project
-logger=mlflow logger.mlflow.tracking_uri=here -> logger.mlflow.tracking_uri
 model@encoder=gpt2 -> model@encoder
 lr=1e-3 -> lr
 optm.lr=1 -> optm
-recipe.name=current -> recipe.name
 model._target_=os.system -> model._target_
 seed=x -> seed
 optim.lr=nan -> optim.lr
-model.bias=yes -> model.bias
-data=text_files 'data.train_files=/x/*.txt' -> data.train_files
 seed=1,2 -> seed
-recipe=delayed,current -> recipe
 -m 'optim.lr=interval(1,2)' -> BasicSweeper
 -m 'experiment=glob(zz*)' -> experiment
 -m hydra.job.name=a,b -> hydra.job.name
 hydra.callbacks.x._target_=os.system -> hydra.callbacks.x._target_
-hydra/callbacks=x -> hydra/callbacks
 hydra/launcher=ray -> hydra/launcher
 hydra/launcher=slurm -> hydra/launcher=slurm
-hydra/sweeper=optuna -> hydra/sweeper
-hydra/job_logging=colorlog -> hydra/job_logging
 hydra.sweeper.params.seed=1 -> the
 hydra.launcher.n_jobs=2 -> hydra.launcher.n_jobs
-hydra.job.chdir=maybe -> hydra.job.chdir
+hydra.job.chdir=true -> hydra.job.chdir
 data=text_files 'data.train_files=[nope/*.txt]' -> data.train_files
-data=text_files 'data.train_files=[nope.txt]' -> data.train_files
 data=token_files 'data.train_files=[/etc/passwd]' -> data.val_files
 +data@data.sources.web=fineweb -> data.sources
 data=mixture +data@data.sources.a=stdlib -> data
@@ -112,10 +83,8 @@ ckpt_path=nope -> ckpt_path
 init_from=gpt2 -> init_from
 ckpt_path=last -> ckpt_path
 run_name=../x -> run_name
-run_name= -> run_name
 data.cache_dir=/dev/null/x -> data.cache_dir
 hydra.run.dir=/dev/null -> hydra.run.dir
-trainer.max_steps=5,6 -> trainer.max_steps
 """
 
 
@@ -178,9 +147,7 @@ def test_all_mistakes_are_told_at_once():
     [
         "data=tinyshakespear data.path=x",
         "model=gpt3 model.n_embd=2048",
-        "experiment=nope data.repo=x trainer.max_steps=3",
         "recipe=delayd recipe.margin=1",
-        "data=finewb data.tokenizer=gpt2 model.vocab_size=50257",
     ],
 )
 def test_what_follows_from_a_wrong_choice_is_not_said(line):
@@ -197,8 +164,6 @@ ACCEPTED = """\
 model.head_size=48 model.n_embd=80 model.n_head=3 model.n_kv_head=1
 model.positions=rope model.rope_scaling=8
 model.n_head=6 model.n_kv_head=3 model.n_embd=96
-model=llama3_8b model.tied_head=true precision.backend=te recipe=current
-precision=fp32 model.n_embd=100 model.n_positions=50 micro_batch_size=1
 precision=bf16 recipe=mxfp8 model.n_embd=100 model.n_positions=50
 recipe=rowwise model.n_embd=144 model.n_head=3 model.n_positions=240
 data=text_files data.train_files=['**/b.txt']

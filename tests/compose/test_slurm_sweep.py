@@ -1,11 +1,9 @@
 """`hydra/launcher=slurm`: what it composes to, what is refused. `tests/slurm` sends sweeps to a real SLURM."""
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import Purpose, preflight, sweeps
+from gpt2_fp8.compose import Purpose, preflight
 from gpt2_fp8.compose.composition import open_catalog
 from gpt2_fp8.config import errors
 
@@ -94,32 +92,3 @@ def test_a_job_that_sends_a_sweep_and_is_started_again_replaces_nothing(tmp_path
     for words, name in (([*LAUNCH, "seed=1,2"], None), (["seed=1"], "slurm-7")):
         named = {config.run_name for config in preflight(words, Purpose(name="slurm-7"))}
         assert (named == {"slurm-7"}) == (name is not None)
-
-
-def submitted(folder: Path, *names, done=()):
-    for name in names:
-        place = folder / ".submitit" / name
-        place.mkdir(parents=True)
-        (place / f"{name}_submitted.pkl").touch()
-        if name in done:
-            (place / f"{name}_0_result.pkl").touch()
-
-
-def test_what_goes_on_is_named(tmp_path):
-    assert sweeps.describe_left(tmp_path) is None
-    submitted(tmp_path, "7_0", "7_1", "8", done=("7_0",))
-    told = sweeps.describe_left(tmp_path)
-    assert told is not None
-    assert "`scancel 7 8` ends them" in told
-    submitted(tmp_path / "b", "9_0", done=("9_0",))
-    assert sweeps.describe_left(tmp_path / "b") is None
-
-
-def test_only_submitits_errors_are_a_lost_job():
-    from submitit.core.utils import UncompletedJobError
-
-    end = sweeps.as_run_error(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
-    assert end is not None
-    assert end.exit_code == 1
-    assert str(end).splitlines()[0] == "error: Job 3 has not produced any output more"
-    assert sweeps.as_run_error(ValueError("x")) is None

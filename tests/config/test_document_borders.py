@@ -3,8 +3,8 @@
 import pytest
 
 from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.data_schema import begin_with_separator
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.mixture import begin_with_separator
 from tests.data.token_files_made import LLAMA_3, llm_c, nano, some_ids
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpt2_fp8.diagnose.child import RUNS
+from gpt2_fp8.diagnose.probe import RUNS
 from gpt2_fp8.diagnose.rules import Disk, Facts, Step
 
 GIB = 2**30

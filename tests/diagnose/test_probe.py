@@ -2,8 +2,8 @@
 
 import json
 
-from gpt2_fp8.diagnose import child, probe
-from gpt2_fp8.measure import subprocesses
+from gpt2_fp8.diagnose import probe
+from gpt2_fp8.measure.case import Ended
 
 
 def nvidia_smi(monkeypatch, listed, header="", error=None):
@@ -24,10 +24,10 @@ def test_a_part_that_crashes_leaves_the_others(monkeypatch):
     def run(module, parts, seconds):
         asked.append(list(parts))
         if "transformer-engine" in parts:
-            return subprocesses.Ended(status="failed", answer={"torch": {"answer": {}}}, message="killed by SIGSEGV")
-        return subprocesses.Ended(status="ok", answer={part: {"answer": None} for part in parts})
+            return Ended(status="failed", answer={"torch": {"answer": {}}}, message="killed by SIGSEGV")
+        return Ended(status="ok", answer={part: {"answer": None} for part in parts})
 
-    monkeypatch.setattr(probe.subprocesses, "run", run)
+    monkeypatch.setattr(probe, "run_child", run)
     answers, errors = probe.ask(["torch", "transformer-engine", "cudnn"])
     assert asked == [["torch", "transformer-engine", "cudnn"], ["cudnn"]]
     assert set(answers) == {"torch", "cudnn"}
@@ -38,9 +38,9 @@ def test_a_part_that_raises_is_answered_with_its_error(tmp_path, monkeypatch):
     def broken():
         raise OSError("libcublas.so.12:\n cannot open shared object file")
 
-    monkeypatch.setitem(child.ANSWERS, "transformer-engine", broken)
-    monkeypatch.setitem(child.ANSWERS, "torchao", lambda: "it is too old")
-    child.main(["transformer-engine", "torchao"], tmp_path / "answer")
+    monkeypatch.setitem(probe.ANSWERS, "transformer-engine", broken)
+    monkeypatch.setitem(probe.ANSWERS, "torchao", lambda: "it is too old")
+    probe.answer_parts(["transformer-engine", "torchao"], tmp_path / "answer")
     said = json.loads((tmp_path / "answer").read_text())
     assert said["transformer-engine"] == {"error": "OSError: libcublas.so.12: cannot open shared object file"}
     assert said["torchao"] == {"answer": "it is too old"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt2_fp8.diagnose import probe
-from gpt2_fp8.diagnose.child import RUNS
+from gpt2_fp8.diagnose.probe import RUNS
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case
 from tests.gpu.common import HOPPER, composed

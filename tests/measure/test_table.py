@@ -1,12 +1,11 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
-from gpt2_fp8.measure.record import Measured, case_rows, kernel_rows, plot, ratio
+from gpt2_fp8.measure.record import Measured, case_rows, kernel_rows, ratio
 
 
 def measured(precision="bf16", size=4, rate=100.0, compiled=True, **result):
@@ -68,10 +67,3 @@ def test_what_a_gpu_waits_between_kernels_is_a_row_of_its_own():
     kernels = [Kernel(name=name, milliseconds=2, share=0.25, calls=3) for name in ("k0", WAITS, "k1", "k2")]
     rows = kernel_rows(Result(status="ok", profile=kernels), count=1)
     assert [(row["kernel"], row["calls"]) for row in rows] == [("k0", 3), ("2 others", 6), (WAITS, 3)]
-
-
-def test_a_plot():
-    pytest.importorskip("matplotlib")
-    assert plot([measured(), measured("fp8_hybrid"), measured(size=8)], Path("x.png"))
-    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot([Measured(measured().case, Result(status="failed"))], Path("y.png"))

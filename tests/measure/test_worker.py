@@ -8,9 +8,8 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compat import torch_private
-from gpt2_fp8.measure import profile, worker
+from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import WAITS, Case, measure
-from gpt2_fp8.measure.profile import NAME_CHARACTERS, of_step, short, waits
 from tests.runs import SMALL, record_steps, train
 
 
@@ -100,25 +99,14 @@ def test_a_case_that_hangs():
     ],
 )
 def test_what_a_gpu_waits_between_kernels(ranges, gaps):
-    assert waits(ranges) == gaps
-
-
-NAMES = {
-    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int, "
-    "at::native::FillFunctor<float>, std::array<char*, 1ul>)": "vectorized_elementwise_kernel<4, FillFunctor<float>, "
-    "array<char*, 1ul> >",
-    "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT": "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT",
-    "void (anonymous namespace)::kernel(float (*)(int), int)": "kernel",
-    "Memcpy DtoD (Device -> Device)": "Memcpy DtoD (Device -> Device)",
-    "(odd)": "(odd)",
-}
+    assert worker.waits(ranges) == gaps
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A GPU whose profiler shows what `on_gpu` has: (name, begin, end) in microseconds."""
     shown, launched = [], []
-    monkeypatch.setattr(profile, "_events", lambda run, _: run() or [Shown(*event) for event in shown])
+    monkeypatch.setattr(worker, "_events", lambda run, _: run() or [Shown(*event) for event in shown])
     monkeypatch.setattr(torch_private, "mark_on_gpu", lambda: launched.append("mark"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return shown, launched
@@ -133,15 +121,9 @@ def test_the_step_that_is_profiled_on_a_gpu_follows_another_one(on_gpu):
     shown, launched = on_gpu
     mark = (f"void {torch_private.MARK}(long)", 20, 21)
     shown += [("a", 0, 10), ("b", 12, 20), mark, ("a", 21, 30), ("b", 33, 40), ("a", 40, 45)]
-    lines = of_step(lambda: launched.append("step"), "cuda")
+    lines = worker.profile_step(lambda: launched.append("step"), "cuda")
     assert launched == ["mark", "step", "mark", "step"]
     assert [(line.name, line.milliseconds, line.calls) for line in lines] == [
         *(("a", 0.014, 2), ("b", 0.007, 1), (WAITS, 0.003, 1)),
     ]
     assert [line.share for line in lines] == pytest.approx([14 / 24, 7 / 24, 3 / 24])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_kernels_name(name):
-    assert short(name) == NAMES[name]
-    assert len(short("x" * 50 + name * 3)) <= NAME_CHARACTERS
