@@ -13,7 +13,8 @@ from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
 from gpt2_fp8.kernels import nvrtc, product
-from gpt2_fp8.layers import Family, attention
+from gpt2_fp8.layers import attention
+from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
@@ -40,8 +41,8 @@ class Fused(Backend):
         return backend_support.why_not_fused(config) or why_no_hopper()
 
     @override
-    def family(self) -> Family:
-        from gpt2_fp8.layers.fused_family import Fused as Layers  # imports Triton
+    def family(self) -> Composed:
+        from gpt2_fp8.layers.fused import Fused as Layers  # imports Triton
 
         precision = self.config.precision
         assert isinstance(precision, FP8PrecisionConfig)

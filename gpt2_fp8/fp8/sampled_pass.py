@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2_fp8.config.kept_layers import PARTS
 from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.fp8.base import Backend, twin_of
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor, fp8_tensors
+from gpt2_fp8.layers.block import put_product
 from gpt2_fp8.layers.fp8_cast import scale_of
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
@@ -101,11 +103,8 @@ class SampledPass:
         if self._twin is None:
             self._twin = twin_of(self.model, self.backend.config.activation_checkpointing).eval()
             for i, block in enumerate(self._twin.blocks):
-                layers: Any = block
-                layers.qkv.product = self._product(f"blocks.{i}.qkv")
-                layers.projection.product = self._product(f"blocks.{i}.projection")
-                layers.mlp.fc1_product = self._product(f"blocks.{i}.fc1")
-                layers.mlp.fc2_product = self._product(f"blocks.{i}.fc2")
+                for part in PARTS:
+                    put_product(block, part, self._product(f"blocks.{i}.{part}"))
             head: Any = self._twin.head
             head.product = self._product(HEAD)
         return self._twin

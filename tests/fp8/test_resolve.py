@@ -10,7 +10,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config.backend_support import WHY_NOT
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
-from gpt2_fp8.fp8 import plain, support, transformer_engine
+from gpt2_fp8.fp8 import backends, support
 from gpt2_fp8.fp8 import resolve as resolving
 from gpt2_fp8.fp8.fused import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
@@ -60,7 +60,7 @@ def gpu(monkeypatch, capability, name):
     monkeypatch.setattr(
         resolving, "why_not_recipe", lambda name: "it needs compute capability 10.0" if name == "mxfp8" else None
     )
-    monkeypatch.setattr(transformer_engine, "why_no_transformer_engine", lambda: None)
+    monkeypatch.setattr(backends, "why_no_transformer_engine", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
@@ -75,8 +75,8 @@ def ada(monkeypatch):
     """A GPU with FP8 units, without Transformer Engine, and with torchao."""
     gpu(monkeypatch, (8, 9), "NVIDIA L40S")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plain.Torchao, "torch_attention", lambda self: "torch's")
-    for module in (resolving, plain):
+    monkeypatch.setattr(backends.Torchao, "torch_attention", lambda self: "torch's")
+    for module in (resolving, backends):
         monkeypatch.setattr(module, "why_not_te_fp8", lambda: "Transformer Engine is not installed")
 
 
@@ -351,7 +351,7 @@ def wgrad(run):
 @pytest.mark.usefixtures("hopper")
 def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plain.Torchao, "torch_attention", lambda self: "torch's")
+    monkeypatch.setattr(backends.Torchao, "torch_attention", lambda self: "torch's")
     found = resolve(config(recipe="rowwise"), "cuda").backend
     assert found.name == "torchao"
     assert "not Transformer Engine's: it has no scale a row" in found.kernels(50257)["layers"]

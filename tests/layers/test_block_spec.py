@@ -7,18 +7,11 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import layers
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Bands, Heads, Norm, RoPE, block_spec, why_not
+from gpt2_fp8.config.block_spec import FUSED_OPTIONS, GPT2_OPTIONS, MLP, Bands, Heads, Norm, RoPE, block_spec, why_not
 from tests.common import CONFIG
-from tests.layers.standins import families
 
 SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
 LAYERS = Path(layers.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def family():
-    with families() as load:
-        yield load
 
 
 def test_gpt2s_block():
@@ -82,17 +75,14 @@ LACKING = {
 
 
 @pytest.mark.parametrize("option", LACKING)
-def test_layers_name_what_they_lack(family, option):
+def test_layers_name_what_they_lack(option):
     spec = replace(SPEC, **LACKING[option])
-    assert family("fused").why_not(spec) == f"the fused layers have no {option}"
-    assert why_not(spec, "layers of GPT-2", GPT2_OPTIONS) == f"layers of GPT-2 have no {option}"
+    for offers in (FUSED_OPTIONS, GPT2_OPTIONS):
+        assert why_not(spec, "these layers", offers) == f"these layers have no {option}"
 
 
-def test_the_fused_layers_alone_have_no_dropout(family):
-    dropping = replace(SPEC, dropout=0.1)
-    assert family("fused").why_not(dropping) == "the fused layers have no dropout"
-    assert family("te").why_not(dropping) is None
-    assert family("reference").why_not(dropping) is None
+def test_the_fused_layers_have_no_dropout():
+    assert why_not(replace(SPEC, dropout=0.1), "they", FUSED_OPTIONS) == "they have no dropout"
 
 
 def multiples(source):
