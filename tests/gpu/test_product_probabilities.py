@@ -25,7 +25,7 @@ from tests.gpu.kernels import (
     product_probabilities,
 )
 from tests.gpu.test_gemm import operands as normal_operands
-from tests.gpu.test_product_gelu import bits, exact_product, whole
+from tests.gpu.test_product_gelu import _hopper, bits, exact_product, whole  # noqa: F401  (a fixture)
 from tests.gpu.test_product_logits import CASES as OF_LOGITS
 from tests.gpu.test_product_logits import targets_of
 
@@ -35,14 +35,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LOG2E = 1.4426950408889634
 CASES = [case for case in OF_LOGITS if case[2] < 1024]  # M, N, K, columns that count
 FEWEST_ROWS = "gpt2_fp8.kernels.product.FEWEST_ROWS"
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    from gpt2_fp8.kernels import nvrtc
-
-    if torch.cuda.get_device_capability() != (9, 0) or nvrtc.missing():
-        pytest.skip("made for Hopper, in CUDA C++")
 
 
 def exact_rows(operands, vocab_size):
@@ -313,8 +305,9 @@ def test_it_repeats(monkeypatch):
     common.assert_same_gradients(runs[0][1], runs[1][1])
 
 
-def test_nothing_but_ignored_targets_is_zero(monkeypatch):
-    monkeypatch.setattr(FEWEST_ROWS, 1)
+@pytest.mark.parametrize("fewest", [1, 16384], ids=["probabilities", "logits"])
+def test_nothing_but_ignored_targets_is_zero(monkeypatch, fewest):
+    monkeypatch.setattr(FEWEST_ROWS, fewest)
     model, fp8 = calibrated("fused", ids=tokens(4))
     loss, ours = gradients(model, torch.full_like(tokens(4), -1), True, fp8.forward_context)
     assert loss == 0

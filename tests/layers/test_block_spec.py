@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import layers
-from gpt2_fp8.config.block_spec import FUSED_OPTIONS, GPT2_OPTIONS, MLP, Bands, Heads, Norm, RoPE, block_spec, why_not
+from gpt2_fp8.config.block_spec import MLP, Bands, Heads, Norm, RoPE, block_spec
 from tests.common import CONFIG
 
 SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
@@ -60,29 +60,6 @@ def test_what_does_not_fit_is_refused(reason):
 def test_gpt2s_heads_share_its_width(n_head):
     with pytest.raises(ValueError, match=f"{n_head} heads do not share 32 channels in equal parts"):
         block_spec(replace(CONFIG, n_head=n_head))
-
-
-LACKING = {
-    "RMSNorm": {"norm": Norm("rms_norm", 1e-5)},
-    "SwiGLU MLP": {"mlp": MLP("swiglu", 688)},
-    "RoPE": {"positions": RoPE(1e4)},
-    "RoPE, no scaled RoPE": {"positions": RoPE(1e4, scaling=2.0)},
-    "grouped-query attention": {"heads": Heads(4, 2, 64)},
-    "head size other than n_embd / n_head": {"heads": Heads(4, 4, 32)},
-    "QK-norm": {"heads": Heads(4, 4, 64, qk_norm=True)},
-    "head that is not tied to the embedding": {"tied": False},
-}
-
-
-@pytest.mark.parametrize("option", LACKING)
-def test_layers_name_what_they_lack(option):
-    spec = replace(SPEC, **LACKING[option])
-    for offers in (FUSED_OPTIONS, GPT2_OPTIONS):
-        assert why_not(spec, "these layers", offers) == f"these layers have no {option}"
-
-
-def test_the_fused_layers_have_no_dropout():
-    assert why_not(replace(SPEC, dropout=0.1), "they", FUSED_OPTIONS) == "they have no dropout"
 
 
 def multiples(source):
