@@ -94,11 +94,9 @@ class Torchao(Backend):
 
     @override
     def family(self) -> Composed:
-        precision = self.config.precision
-        assert isinstance(precision, FP8PrecisionConfig)
         assert self.recipe is not None
-        configs = (float8_config(precision, self.recipe.name, head, self.emulate) for head in (False, True))
-        block, head = (Float8Product(config, weight_dtype(precision)) for config in configs)
+        configs = (float8_config(self.precision, self.recipe.name, head, self.emulate) for head in (False, True))
+        block, head = (Float8Product(config, weight_dtype(self.precision)) for config in configs)
         return WithProducts(block, head, self.recompute, self.kernel)
 
     @override
@@ -117,8 +115,7 @@ class Torchao(Backend):
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""
-        precision = self.config.precision
-        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        auto = self.config.precision.backend == "auto"
         reason = backend_support.why_not_te(self.config) or why_not_te_fp8() if auto else None
         how = ", compiled" if self.compiled else ""
         return {
@@ -158,8 +155,7 @@ class Emulated(Backend):
 
     @override
     def family(self) -> Composed:
-        precision, recipe = self.config.precision, self.recipe
-        assert isinstance(precision, FP8PrecisionConfig)
+        precision, recipe = self.precision, self.recipe
         assert recipe is not None
         assert recipe.name != "mxfp8"
         assert recipe.name != "rowwise"
@@ -202,9 +198,8 @@ class TransformerEngine(Backend):
     @cached_property
     def _recipe(self) -> Any:
         """Transformer Engine's own recipe object."""
-        assert isinstance(self.config.precision, FP8PrecisionConfig)
         assert self.recipe is not None
-        return build_recipe(self.config.precision, self.recipe)
+        return build_recipe(self.precision, self.recipe)
 
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
@@ -218,8 +213,7 @@ class TransformerEngine(Backend):
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
-        precision = self.config.precision
-        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        auto = self.config.precision.backend == "auto"
         reason = backend_support.why_not_fused(self.config) if auto else None
         own = self.kernel in ("auto", "te")
         return {

@@ -80,6 +80,12 @@ class Backend(ABC):
         return self.ran.startswith("fp8")
 
     @property
+    def precision(self) -> FP8PrecisionConfig:
+        """The settings of a run whose precision is FP8."""
+        assert isinstance(self.config.precision, FP8PrecisionConfig)
+        return self.config.precision
+
+    @property
     def keep_bf16(self) -> list[str]:
         """Names of the layers whose GEMMs stay in bf16."""
         return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []

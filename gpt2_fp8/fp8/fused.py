@@ -8,7 +8,7 @@ from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
-from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, RunConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
@@ -44,10 +44,8 @@ class Fused(Backend):
     def family(self) -> Composed:
         from gpt2_fp8.layers.fused import Fused as Layers  # imports Triton
 
-        precision = self.config.precision
-        assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
-        return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
+        return Layers(delayed_scaling(self.precision, self.recipe), self.recompute, self.kernel)
 
     @override
     def why_no_kernel(self, kernel: AttentionKernel) -> str | None:

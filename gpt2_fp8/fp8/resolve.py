@@ -41,8 +41,7 @@ class Plan:
     @property
     def evaluates_in_bf16(self) -> bool:
         """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
-        precision = self.backend.config.precision
-        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
+        return self.fp8 and self.backend.precision.evaluation == "bf16"
 
     @property
     def recorded(self) -> bool:

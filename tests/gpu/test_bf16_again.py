@@ -2,10 +2,9 @@
 magnitude was absurd; and what a resumed run takes of it where its steps are shared otherwise."""
 
 import pytest
-import torch
 
 from gpt2_fp8.fp8 import state
-from tests.gpu.common import error, grads, hopper, prepared, tokens
+from tests.gpu.common import assert_same_tensors, error, grads, hopper, prepared, step, tokens
 
 pytestmark = pytest.mark.fp8
 
@@ -22,13 +21,6 @@ PARTS = 3  # micro-batches of a step
 
 def batch(seed):
     return tokens(12, seed, 128)
-
-
-def step(engine, seed):
-    """Loss and gradients of an optimizer step without its update."""
-    engine.model.zero_grad(set_to_none=True)
-    loss = engine.of_step(batch(seed), engine.micro_batch_size)
-    return loss.item(), grads(engine.model)
 
 
 def again(engine, seed):
@@ -73,8 +65,7 @@ def test_78_scales_and_histories_are_those_of_before_the_step(overrides):
         layer.amax_history.fill_(1e30)
     undo()
     again(engine, 2)
-    after = state.capture(engine.model)
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert_same_tensors(state.capture(engine.model), before)
     loss, ours = step(engine, 3)
     clean = prepared(*overrides)
     step(clean, 1)

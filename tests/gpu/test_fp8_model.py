@@ -15,6 +15,7 @@ from tests.gpu.common import (
     FAMILIES,
     VOCAB,
     assert_like_bf16,
+    assert_same_tensors,
     bf16,
     build,
     calibrated,
@@ -94,8 +95,7 @@ def test_evaluation_leaves_the_history_unchanged(backend):
     before = state.capture(model)
     with evaluating(model, fp8):
         assert not loss_of(model, True)(tokens(seed=9)).requires_grad
-    after = state.capture(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(state.capture(model), before)
 
 
 @pytest.mark.parametrize("backend", FAMILIES)

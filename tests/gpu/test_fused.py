@@ -130,9 +130,8 @@ def test_recomputing_changes_no_bit(choice):
     loss, expected = gradients(model, ids, True, fp8.forward_context)
     again, ours = gradients(other, ids, True, fp8.forward_context)
     assert again == loss
-    common.assert_same_gradients(ours, expected)
-    kept, recomputed = state.capture(model), state.capture(other)
-    assert all(torch.equal(kept[name], recomputed[name]) for name in kept), "amaxes are those of one pass"
+    common.assert_same_tensors(ours, expected)
+    common.assert_same_tensors(state.capture(model), state.capture(other))  # amaxes are those of one pass
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -144,8 +143,8 @@ def test_repeats_bit_for_bit():
         runs.append([*(gradients(model, ids, True, fp8.forward_context) for _ in range(2)), state.capture(model)])
     for (loss, ours), (other, theirs) in zip(runs[0][:2], runs[1][:2], strict=True):
         assert loss == other
-        common.assert_same_gradients(ours, theirs)
-    assert all(torch.equal(runs[0][2][name], runs[1][2][name]) for name in runs[0][2])
+        common.assert_same_tensors(ours, theirs)
+    common.assert_same_tensors(runs[0][2], runs[1][2])
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -163,7 +162,7 @@ def test_gradients_of_micro_batches_add_up():
         _, second = gradients(model, two, True, fp8.forward_context, False, 0.5)
     model.zero_grad(set_to_none=True)
     micro_batch(one, True)
-    common.assert_same_gradients(common.grads(model), first)
+    common.assert_same_tensors(common.grads(model), first)
     micro_batch(two, False)
     assert error(common.grads(model), {name: first[name] + second[name] for name in first}) < 1e-5
 
@@ -227,7 +226,7 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation():
         losses.append([gradients(model, tokens(4, seed=s), True, fp8.forward_context, True)[0] for s in (2, 3)])
         states.append(state.capture(model))
     assert losses[0] == losses[1]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    common.assert_same_tensors(*states)
 
 
 # Scales

@@ -4,7 +4,6 @@ import csv
 import math
 
 import pytest
-import torch
 
 from gpt2_fp8.engine.fp8_health import FP8Health
 from gpt2_fp8.fp8 import state
@@ -14,7 +13,7 @@ from gpt2_fp8.fp8.support import why_no_torchao
 from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
 from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import rng
-from tests.gpu.common import VOCAB, composed, hopper, tokens
+from tests.gpu.common import VOCAB, assert_same_tensors, composed, hopper, tokens
 from tests.gpu.test_runs import ON_GPU
 from tests.runs import metrics, train
 
@@ -63,13 +62,10 @@ def test_looking_at_a_healthy_model_changes_nothing(words):
         assert 0 <= h.flushed < 0.05, h
         assert 1e-3 < h.scale < 2.0**60, h
     assert [health.tensor for health in seen] == fp8_tensors(step.config.precision, step.config.model.n_layer)
-    for name, tensor in step.model.state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-    after = state.capture(step.model)
-    assert scales.keys() == after.keys()
-    assert [name for name in scales if not torch.equal(scales[name], after[name])] == []
-    now = rng.capture_torch()
-    assert all(torch.equal(now[name], drawn[name]) for name in drawn)
+    for now, before in (
+        (step.model.state_dict(), weights), (state.capture(step.model), scales), (rng.capture_torch(), drawn),
+    ):  # fmt: skip
+        assert_same_tensors(now, before)
     assert all(parameter.grad is None for parameter in step.model.parameters())
     step(ids)  # and it goes on
     assert math.isfinite(step.last.read().loss)

@@ -106,11 +106,6 @@ def test_transformer_engine_is_told_what_the_block_is(configs, on_meta):
     assert block.mlp.activation == "swiglu"
 
 
-def test_layers_that_lack_an_option_build_nothing(on_meta):
-    with pytest.raises(AssertionError, match="the fused layers have no dropout"):
-        on_meta(replace(CONFIG, dropout=0.1), "fused", VOCAB)
-
-
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_counts_are_those_published(configs, model):
     assert parameter_count(configs[model], configs[model].vocab_size or 50257) == PUBLISHED[model]
