@@ -20,25 +20,15 @@ WITH_FAMILIES = [(model, family) for model in MODELS for family in FAMILIES]
 WITH_FAMILIES += [(model, family) for model in OPTIONS for family in ("reference", "te")]
 # GPT-2 124M as checkpoints have it: a change of a name or a shape makes them unreadable.
 OUTSIDE = {
-    "tokens.weight": (50304, 768),
-    "positions.weight": (1024, 768),
-    "head.layer_norm_weight": (768,),
+    "tokens.weight": (50304, 768), "positions.weight": (1024, 768), "head.layer_norm_weight": (768,),
     "head.layer_norm_bias": (768,),
-}
+}  # fmt: skip
 BLOCK = {
-    "qkv.layer_norm_weight": (768,),
-    "qkv.layer_norm_bias": (768,),
-    "qkv.weight": (2304, 768),
-    "qkv.bias": (2304,),
-    "projection.weight": (768, 768),
-    "projection.bias": (768,),
-    "mlp.layer_norm_weight": (768,),
-    "mlp.layer_norm_bias": (768,),
-    "mlp.fc1_weight": (3072, 768),
-    "mlp.fc1_bias": (3072,),
-    "mlp.fc2_weight": (768, 3072),
-    "mlp.fc2_bias": (768,),
-}
+    "qkv.layer_norm_weight": (768,), "qkv.layer_norm_bias": (768,), "qkv.weight": (2304, 768), "qkv.bias": (2304,),
+    "projection.weight": (768, 768), "projection.bias": (768,), "mlp.layer_norm_weight": (768,),
+    "mlp.layer_norm_bias": (768,), "mlp.fc1_weight": (3072, 768), "mlp.fc1_bias": (3072,),
+    "mlp.fc2_weight": (768, 3072), "mlp.fc2_bias": (768,),
+}  # fmt: skip
 GPT2_124M = OUTSIDE | {f"blocks.{i}.{name}": shape for i in range(12) for name, shape in BLOCK.items()}
 # GPT-2: of its checkpoints (gpt2_medium is 355M there). The others: of the weights that their authors published, which
 # their model cards give as 8.03B, 1.23B, and 0.6B of which 0.44B are not the embedding's.
