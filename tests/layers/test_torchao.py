@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.compat import torchao as library
+from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed, WithProducts
@@ -29,7 +29,7 @@ def settings():
 def products(settings, recipe):
     """Of the blocks and of the head."""
     configs = (float8_config(settings, recipe, head, emulate=True) for head in (False, True))
-    return [library.Float8Product(config, weight_dtype(settings)) for config in configs]
+    return [Float8Product(config, weight_dtype(settings)) for config in configs]
 
 
 def build(settings, recipe="current", keep_bf16=(), recompute="none", config=CONFIG):
