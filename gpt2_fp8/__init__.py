@@ -47,8 +47,8 @@ def build(*words: str, **choices: str) -> LanguageModel:
     from gpt2_fp8.compose import load_config
     from gpt2_fp8.train.language_model import LanguageModel
 
-    own = [f"{key}={value}" for key, value in ({"micro_batch_size": "1"} | choices).items()]  # a loop has its batches
-    return LanguageModel.from_config(load_config(*words, *own))
+    own = [f"{key}={value}" for key, value in choices.items()]
+    return LanguageModel.from_config(load_config("micro_batch_size=1", *words, *own))  # a loop has its own batches
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,6 @@ class Option(StrEnum):
 
 
 GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIONS, Option.BIAS, Option.DROPOUT})
-ALL_OPTIONS = frozenset(Option)
 # here, since a configuration is refused before the layers are imported
 FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.fp8.fp8_tensors import KINDS, FP8Tensor
+from gpt2_fp8.fp8.fp8_tensors import KINDS, FP8Tensor, Stored, StoredScales, headroom
 from gpt2_fp8.fp8.sampled_pass import SampledPass
-from gpt2_fp8.fp8.stored_scales import Stored, StoredScales, headroom
 from gpt2_fp8.runtime.moments import Sent
 
 TOKENS = 1024  # of a sampled pass, at least, if a micro-batch has as many

@@ -14,7 +14,7 @@ from statistics import median
 
 from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.fp8.stored_scales import at_limit
+from gpt2_fp8.fp8.fp8_tensors import at_limit
 
 SATURATED = 1e-3  # the share of a tensor from which it is said; healthy runs stay below a thirtieth of it
 LAG = 2  # sampled readings in a row, of a scale that follows its tensor: once is a tensor that grows in its first steps

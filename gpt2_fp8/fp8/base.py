@@ -22,7 +22,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.layers import Family, reference, sdpa
+from gpt2_fp8.layers import reference, sdpa
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
@@ -64,7 +64,7 @@ class Backend(ABC):
         """Return why it cannot compute `config` on this machine; None if it can. The machine can do the precision."""
 
     @abstractmethod
-    def family(self) -> Family:
+    def family(self) -> Composed:
         """Return the layers from which `build` makes the model."""
 
     @abstractmethod
@@ -78,6 +78,12 @@ class Backend(ABC):
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
         return self.ran.startswith("fp8")
+
+    @property
+    def precision(self) -> FP8PrecisionConfig:
+        """The settings of a run whose precision is FP8."""
+        assert isinstance(self.config.precision, FP8PrecisionConfig)
+        return self.config.precision
 
     @property
     def keep_bf16(self) -> list[str]:

@@ -8,12 +8,13 @@ from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
-from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, RunConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
 from gpt2_fp8.kernels import nvrtc, product
-from gpt2_fp8.layers import Family, attention
+from gpt2_fp8.layers import attention
+from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
@@ -40,13 +41,11 @@ class Fused(Backend):
         return backend_support.why_not_fused(config) or why_no_hopper()
 
     @override
-    def family(self) -> Family:
-        from gpt2_fp8.layers.fused_family import Fused as Layers  # imports Triton
+    def family(self) -> Composed:
+        from gpt2_fp8.layers.fused import Fused as Layers  # imports Triton
 
-        precision = self.config.precision
-        assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
-        return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
+        return Layers(delayed_scaling(self.precision, self.recipe), self.recompute, self.kernel)
 
     @override
     def why_no_kernel(self, kernel: AttentionKernel) -> str | None:

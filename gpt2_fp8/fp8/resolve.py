@@ -10,11 +10,10 @@ from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
+from gpt2_fp8.fp8.backends import Emulated, Reference, Torchao, TransformerEngine
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
 from gpt2_fp8.fp8.fused import Fused
-from gpt2_fp8.fp8.plain import Emulated, Reference, Torchao
 from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
-from gpt2_fp8.fp8.transformer_engine import TransformerEngine
 
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (Fused, TransformerEngine, Torchao, Reference, Emulated)
@@ -42,8 +41,7 @@ class Plan:
     @property
     def evaluates_in_bf16(self) -> bool:
         """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
-        precision = self.backend.config.precision
-        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
+        return self.fp8 and self.backend.precision.evaluation == "bf16"
 
     @property
     def recorded(self) -> bool:

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_fp8.config.schema import FP8PrecisionConfig
+from gpt2_fp8.config.kept_layers import PARTS
 from gpt2_fp8.fp8.base import Backend, twin_of
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor, fp8_tensors
+from gpt2_fp8.layers.block import put_product
 from gpt2_fp8.layers.fp8_cast import scale_of
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
@@ -43,13 +44,11 @@ class SampledPass:
     """Observes the FP8 tensors of `model`, which `backend` computes. Its twin is built at the first call."""
 
     def __init__(self, backend: Backend, model: GPT2):
-        precision = backend.config.precision
         assert backend.recipe is not None
         assert backend.recipe.name != "registered", "whose casts are not known"
-        assert isinstance(precision, FP8PrecisionConfig)
         self.backend, self.model = backend, model
         self.recipe: Recipe = backend.recipe.name
-        self.tensors = fp8_tensors(precision, backend.config.model.n_layer)
+        self.tensors = fp8_tensors(backend.precision, backend.config.model.n_layer)
         self._by_name: dict[tuple[str, str], FP8Tensor] = {
             (tensor.layer, tensor.kind): tensor for tensor in self.tensors
         }
@@ -101,11 +100,8 @@ class SampledPass:
         if self._twin is None:
             self._twin = twin_of(self.model, self.backend.config.activation_checkpointing).eval()
             for i, block in enumerate(self._twin.blocks):
-                layers: Any = block
-                layers.qkv.product = self._product(f"blocks.{i}.qkv")
-                layers.projection.product = self._product(f"blocks.{i}.projection")
-                layers.mlp.fc1_product = self._product(f"blocks.{i}.fc1")
-                layers.mlp.fc2_product = self._product(f"blocks.{i}.fc2")
+                for part in PARTS:
+                    put_product(block, part, self._product(f"blocks.{i}.{part}"))
             head: Any = self._twin.head
             head.product = self._product(HEAD)
         return self._twin

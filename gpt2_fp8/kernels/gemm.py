@@ -65,18 +65,6 @@ def matmul(
     call does not wait for the device. It allocates memory only if it is the first of its kind or the first on its
     stream. So capture it in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
     """
-    plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
-    status = plan.launch(addresses)
-    if status:
-        lt.check(status, plan.what)
-    return out
-
-
-def prepare(
-    a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
-    *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
-) -> tuple[Plan, Addresses]:  # fmt: skip
-    """Return the plan for a call of `matmul`, created if there is none yet, and the call's addresses."""
     device = a.get_device()
     at_a, at_b, at_out = _at(a, device), _at(b, device), _at(out, device)
     at_add = 0 if add is None else _at(add, device, out.shape, out.dtype)
@@ -95,7 +83,9 @@ def prepare(
     plan = _plans.get(kind)
     if plan is None:
         plan = _plans[kind] = Plan(a, b, out, addresses, fast_accumulate, alignment)
-    return plan, addresses
+    if status := plan.launch(addresses):
+        lt.check(status, plan.what)
+    return out
 
 
 def _at(tensor: Tensor, device: int, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> int:

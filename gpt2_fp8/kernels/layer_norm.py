@@ -71,7 +71,9 @@ def layer_norm_transposed(
     """
     assert x.is_contiguous()
     assert (factors.dtype, factors.shape) == (torch.float32, x.shape[:1]), (factors.dtype, factors.shape)
-    return _transposed(x, weight, bias, epsilon, slot, factors)
+    qt = torch.empty(x.shape[::-1], dtype=slot.dtype, device=x.device)
+    _normalise(x, weight, bias, epsilon, slot, (None, qt, None, None), True, factors)
+    return qt
 
 
 def layer_norm_backward(
@@ -157,14 +159,6 @@ def _forward(
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     _normalise(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
     return q, qt, mean, rstd
-
-
-def _transposed(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, factors: Tensor) -> Tensor:
-    """Compute the second layout alone, of rows times their factors: see `layer_norm_transposed`."""
-    m, n = x.shape
-    qt = torch.empty(n, m, dtype=slot.dtype, device=x.device)
-    _normalise(x, weight, bias, epsilon, slot, (None, qt, None, None), True, factors)
-    return qt
 
 
 def _normalise(

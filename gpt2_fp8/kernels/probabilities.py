@@ -72,23 +72,15 @@ def _references(
     tl.store(log_sums + row, tl.where(target >= 0, tl.maximum(log_sum, logit), log_sum))
 
 
-def frequent_ids(targets: Tensor, columns: int) -> Tensor:
-    """Choose the ids below `columns` that are most often the target, int64 [at most IDS], the most frequent first.
+def choose_frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
+    """Choose the ids that are most often the target, and take their rows of the weight, FP8 [N, d].
 
     targets: int64 [M]; negative ones do not count. Of equally frequent ids the smaller ones are taken, so the choice is
     the same every time. Columns that no target can be come last.
     """
-    counts = torch.zeros(columns, dtype=torch.int32, device=targets.device)
+    counts = torch.zeros(weight.shape[0], dtype=torch.int32, device=targets.device)
     counts.scatter_add_(0, targets.clamp_min(0), (targets >= 0).to(torch.int32))
-    return counts.sort(descending=True, stable=True).indices[:IDS]
-
-
-def choose_frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
-    """Choose the ids that are most often the target, and take their rows of the weight, FP8 [N, d].
-
-    targets: int64 [M]; negative ones do not count.
-    """
-    ids = frequent_ids(targets, weight.shape[0])
+    ids = counts.sort(descending=True, stable=True).indices[:IDS]
     return Frequent(min(len(ids), vocab_size), weight.view(torch.uint8)[ids].view(weight.dtype))
 
 

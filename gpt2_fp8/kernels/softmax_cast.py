@@ -180,27 +180,15 @@ def softmax_gradient_cast(
     m, n = logits.shape
     assert m % 16 == n % 16 == 0, (m, n)
     q, qt = empty_pair(m, n, HEAD_GRADIENT, logits.device)
-    launch = _in_cuda if nvrtc.missing() is None else _in_triton
-    launch(logits, targets, exponents, q, qt, vocab_size, z_loss)
+    if nvrtc.missing() is None:
+        given = {"E4M3": False, "EXPONENT": LOGITS_EXPONENT, "BLOCKS": BLOCKS}
+        given |= {"TILE": TILE, "THREADS": THREADS} | ({"Z_LOSS": 1} if z_loss else {})
+        gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)
+        blocks = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
+        gradient(blocks, logits, targets, exponents, q, qt, m, n, vocab_size, *([z_loss] if z_loss else []))
+    else:
+        _gradient[(triton.cdiv(n, COLUMNS), triton.cdiv(m, 4 * GROUPS))](
+            logits, targets, exponents, q, qt, m, n, vocab_size, z_loss,
+            EXPONENT=LOGITS_EXPONENT, GROUPS=GROUPS, COLUMNS=COLUMNS, Z=z_loss > 0, num_warps=TILE_WARPS,
+        )  # fmt: skip
     return q, qt
-
-
-def _in_cuda(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, z_loss: float
-) -> None:
-    m, n = logits.shape
-    given = {"E4M3": False, "EXPONENT": LOGITS_EXPONENT, "BLOCKS": BLOCKS}
-    given |= {"TILE": TILE, "THREADS": THREADS} | ({"Z_LOSS": 1} if z_loss else {})
-    gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)
-    blocks = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
-    gradient(blocks, logits, targets, exponents, q, qt, m, n, vocab_size, *([z_loss] if z_loss else []))
-
-
-def _in_triton(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, z_loss: float
-) -> None:
-    m, n = logits.shape
-    _gradient[(triton.cdiv(n, COLUMNS), triton.cdiv(m, 4 * GROUPS))](
-        logits, targets, exponents, q, qt, m, n, vocab_size, z_loss,
-        EXPONENT=LOGITS_EXPONENT, GROUPS=GROUPS, COLUMNS=COLUMNS, Z=z_loss > 0, num_warps=TILE_WARPS,
-    )  # fmt: skip

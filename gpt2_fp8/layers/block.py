@@ -1,4 +1,4 @@
-"""A decoder's block built from single layers, as its `BlockSpec` says."""
+"""A decoder's block built from single layers, as its `BlockSpec` says, and the families, which build them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2_fp8.config.block_spec import BlockSpec, why_not
+from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.kept_layers import MLP, Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
+from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.reference import Product
 
 
 class Block(nn.Module):
@@ -38,7 +40,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Compute the block. See `layers.Family.block`."""
+        """Compute the block. See `Composed.block`."""
         if self.again is None:
             return self._forward(x, is_first_microbatch, angle, mask)
         return self.again(self._forward, x, is_first_microbatch, angle, mask, draws=self.draws)
@@ -71,7 +73,13 @@ def embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 
 class Composed:
-    """The family of a module that offers the five layers named in the package `layers`."""
+    """A family: what a decoder is built from, of a module that offers the layers named in the package `layers`.
+
+    `fp8` says which GEMMs are in FP8; the others are in bf16.
+
+    Attributes:
+        scales: the FP8 tensors' state, if the family keeps it itself.
+    """
 
     scales: Scales | None = None
     embed = staticmethod(embed)
@@ -79,14 +87,51 @@ class Composed:
     def __init__(self, layers: Any, recompute: Recompute, kernel: AttentionKernel = "auto"):
         self.layers, self.recompute, self.kernel = layers, recompute, kernel
 
-    def why_not(self, spec: BlockSpec) -> str | None:
-        """See `layers.Family`."""
-        return why_not(spec, self.layers.NAME, self.layers.OFFERS)
-
     def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
-        """See `layers.Family`."""
+        """Build one block, whose parts `fp8` are in FP8.
+
+        It is called as `block(x, is_first_microbatch)`; with RoPE also with `reference.angles`. With `document_mask` it
+        gets angles or None, and `sdpa.within_documents`. x: [batch, tokens, n_embd]; so is what it returns.
+        """
         return Block(spec, self.layers, fp8, self.recompute, self.kernel)
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
-        """See `layers.Family`."""
+        """Build the head. It is called as `head(x, is_first_microbatch)`.
+
+        It returns logits [batch, tokens, padded_vocab_size]. Its parameters are `layer_norm_weight`, `layer_norm_bias`
+        (LayerNorm alone) and `weight`. It may offer `loss(...)`: see `head.Head`.
+        """
         return self.layers.head(spec.n_embd, padded_vocab_size, spec.norm, fp8)
+
+
+class WithProducts(Composed):
+    """The plain-torch layers; what is in FP8 has other products, in blocks and in the head."""
+
+    def __init__(self, block: Product, head: Product, recompute: Recompute, kernel: AttentionKernel = "auto"):
+        super().__init__(reference, recompute, kernel)
+        self.block_product, self.head_product = block, head
+
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
+        """See `Composed`."""
+        made = super().block(spec, fp8)
+        for part in fp8:
+            put_product(made, part, self.block_product)
+        return made
+
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
+        """See `Composed`."""
+        made: Any = super().head(spec, padded_vocab_size, fp8)
+        if fp8:
+            made.product = self.head_product
+        return made
+
+
+def product_place(block: Any, part: Part) -> tuple[nn.Module, str]:
+    """Return which layer of a block of plain-torch layers has a part's product, and under which name."""
+    return (block.mlp, f"{part}_product") if part in MLP else (getattr(block, part), "product")
+
+
+def put_product(block: Any, part: Part, product: Product) -> None:
+    """Have a block of plain-torch layers compute a part by `product`."""
+    owner, name = product_place(block, part)
+    setattr(owner, name, product)

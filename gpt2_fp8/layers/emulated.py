@@ -170,7 +170,7 @@ class Emulated(block.Composed):
     @staticmethod
     @override
     def embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """See `layers.Family`. The residual stream holds bfloat16's numbers, in float32: so its gradient is, too."""
+        """See `block.Composed`. The residual stream holds bfloat16's numbers, in float32: so its gradient is, too."""
         return embed(ids, tokens, positions).float()
 
     @override
@@ -180,8 +180,7 @@ class Emulated(block.Composed):
             made.mlp.fc1_product = _in_float32
         for part in PARTS:
             if part in fp8:
-                owner, name = (made.mlp, f"{part}_product") if part in MLP else (getattr(made, part), "product")
-                setattr(owner, name, Product(self.how, self._emulated, *_RESULTS[part]))
+                block.put_product(made, part, Product(self.how, self._emulated, *_RESULTS[part]))
         return made
 
 

@@ -8,7 +8,7 @@ Hopper's tensor cores keep about 14 bits of a sum. A GEMM can promote its partia
 
 The blocks' input gradients use fast accumulation only if the user asks for it. Its error is 0.07 to 0.15 % for sums
 over 2,304 to 6,400 channels. The input gradient that passes GELU's derivative in the same kernel
-(`kernels.product_gelu`) always uses it. Its error is 0.04 %; rounding to bfloat16 in between would cost 0.17 %.
+(`kernels.product`) always uses it. Its error is 0.04 %; rounding to bfloat16 in between would cost 0.17 %.
 
 Where it fits, GELU and its derivative are inside the GEMMs. Then its input h is not stored: the backward keeps gelu(h)
 in FP8 and its derivative's codes, as many bytes. Nothing of the hidden layer is transposed: its weight gradients take
@@ -27,8 +27,7 @@ from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product import Operands, fits
-from gpt2_fp8.kernels.product_gelu import Activated, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import Activated, Operands, fits, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import LayerNormMLP

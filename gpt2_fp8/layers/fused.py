@@ -16,6 +16,7 @@ transpose [d, M].
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +24,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
+from gpt2_fp8.config.kept_layers import ALL_PARTS, NO_PARTS, Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
+from gpt2_fp8.kernels import embedding
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
-from gpt2_fp8.kernels.product_gelu import Activated
-from gpt2_fp8.layers import fp8_linear, reference
+from gpt2_fp8.kernels.product import Activated
+from gpt2_fp8.layers import fp8_linear, reference, te
 from gpt2_fp8.layers.attention import attention
-from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear, add_vector_gradient
+from gpt2_fp8.layers.head import Head
 
 
 class FP8Linears(NamedTuple):
@@ -231,3 +236,64 @@ def _attention_backward(block: Block, into_middle: LayerNormGradient, x: Tensor,
     add_vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
     add_vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx
+
+
+def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute `block.embed` in one kernel, to bfloat16, for learned positions and tokens that are tied to the head.
+
+    The token gradient is added row by row to what the head's backward has left in `tokens.grad`. No dense gradient is
+    made.
+    """
+    assert positions is not None, "these layers have learned positions alone"
+    return _Embedding.apply(ids.contiguous(), tokens, positions)
+
+
+class _Embedding(torch.autograd.Function):
+    """The fused embedding. Its backward writes the parameters' `.grad` itself.
+
+    The head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both take
+    the table as an argument, so its hooks are called once, after both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        ctx.parameters = tokens, positions
+        ctx.save_for_backward(ids)
+        return embedding.embed(ids, tokens, positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None]:
+        (ids,), (tokens, positions), dx = ctx.saved_tensors, ctx.parameters, upstream[0].contiguous()
+        if tokens.grad is None:
+            tokens.grad = torch.zeros_like(tokens)
+        embedding.embedding_gradient(dx, ids, tokens.grad)
+        add = positions.grad is not None
+        if positions.grad is None:
+            positions.grad = torch.empty_like(positions)
+        embedding.positions_gradient(dx, positions.grad, add)
+        return None, None, None
+
+
+class Fused(Composed):
+    """The family of the fused layers. A block or head that must stay in bf16 is one of Transformer Engine's layers."""
+
+    embed = staticmethod(fused_embed)
+
+    def __init__(self, settings: DelayedScaling, recompute: Recompute, kernel: AttentionKernel = "auto"):
+        super().__init__(te, recompute, kernel)
+        self._fused = self.scales = Scales(settings)
+        self._below: Block | None = None  # the last block built, if it is a fused one
+
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
+        """See `Composed`. Blocks are in FP8 or not: `config.backend_support` refuses parts."""
+        assert fp8 in (ALL_PARTS, NO_PARTS)
+        if not fp8:
+            self._below = None
+            return super().block(spec, NO_PARTS)
+        self._below = Block(spec, self._fused, self.recompute, self.kernel, self._below)
+        return self._below
+
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
+        """See `Composed`."""
+        return Head(spec, padded_vocab_size, self._fused) if fp8 else super().head(spec, padded_vocab_size, fp8)

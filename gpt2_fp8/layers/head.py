@@ -98,7 +98,7 @@ class _HeadFunction(torch.autograd.Function):
     """Loss and gradients, computed in the forward, one chunk of rows after the other.
 
     The backward only hands out the finished gradients. That of the table, which is the embedding's too, it adds to
-    `.grad` itself: see `fused_family`.
+    `.grad` itself: see `fused.fused_embed`.
     """
 
     @staticmethod

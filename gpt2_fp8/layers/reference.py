@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Bands, Heads, Norm, RoPE
+from gpt2_fp8.config.block_spec import MLP, Bands, Heads, Norm, RoPE
 from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers.sdpa import causal
 
-NAME = "the plain-torch layers"
-OFFERS = ALL_OPTIONS
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -220,6 +218,4 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part]
     return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 
 
-def attention(heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto") -> nn.Module:
-    """Build what the package describes."""
-    return Attention(heads, dropout, epsilon, kernel)
+attention = Attention

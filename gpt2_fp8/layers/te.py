@@ -11,20 +11,20 @@ import functools
 import warnings
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.compat.transformer_engine import apply_rotary, computed_twice, entered_recipe, split_along_dim
-from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.block_spec import MLP, Heads, Norm
 from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference
 
-NAME = "Transformer Engine's layers here"
-OFFERS = ALL_OPTIONS
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 Region = Callable[[], AbstractContextManager[None]]
 
@@ -140,6 +140,51 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part]
     )
 
 
+class SplitMLP(nn.Module):
+    """An MLP of two modules, for what Transformer Engine's own `LayerNormMLP` cannot do.
+
+    That is one of its two products in bf16, and FP8 with a backward in bf16. Between the products a kernel of torch's
+    reads and writes bfloat16. Parameters have the names of those of `reference.LayerNormMLP`.
+    """
+
+    def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool):
+        super().__init__()
+        self.recompute, self.gated = recompute, mlp.kind == "swiglu"
+        self.fc1 = layer_norm_linear(n_embd, mlp.projected, norm, bias, "fc1" in fp8)
+        self.fc2 = linear(mlp.width, n_embd, bias, "fc2" in fp8)
+        self.layer_norm_weight = _taken_over(self.fc1, "layer_norm_weight")
+        self.layer_norm_bias = _taken_over(self.fc1, "layer_norm_bias")
+        self.fc1_weight, self.fc1_bias = (_taken_over(self.fc1, name) for name in ("weight", "bias"))
+        self.fc2_weight, self.fc2_bias = (_taken_over(self.fc2, name) for name in ("weight", "bias"))
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y. `is_first_microbatch`: see `GPT2.forward`."""
+        if self.recompute:
+            return again(self._forward, x, is_first_microbatch, draws=False)
+        return self._forward(x, is_first_microbatch)
+
+    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        h = self.fc1(x, is_first_microbatch)
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            z = F.silu(gate) * h
+        else:
+            z = F.gelu(h, approximate="tanh")
+        return self.fc2(z, is_first_microbatch)
+
+
+def _taken_over(layer: nn.Module, name: str) -> nn.Parameter | None:
+    """Take a parameter out of a layer's own, for its owner to register. The layer computes with it as before.
+
+    None: the layer has none of this name.
+    """
+    parameter = dict(layer.named_parameters(recurse=False)).get(name)
+    if parameter is not None:
+        delattr(layer, name)
+        object.__setattr__(layer, name, parameter)  # torch's own __setattr__ would register it again
+    return parameter
+
+
 class Attention(reference.Attention):
     """Causal attention with the kernel that TE chooses, in bf16: FP8 gains nothing with heads of 64.
 
@@ -186,6 +231,8 @@ def _kernel(heads: Heads, dropout: float) -> nn.Module:
     )  # fmt: skip
 
 
-def attention(heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto") -> nn.Module:
-    """Build what the package describes."""
-    return Attention(heads, dropout, epsilon, kernel)
+attention = Attention
+split = SimpleNamespace(  # these layers with such an MLP
+    again=again, attention=attention, head=head, layer_norm_linear=layer_norm_linear, linear=linear,
+    layer_norm_mlp=SplitMLP,
+)  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.config.kept_layers import kept
 from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.layers import Family
+from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import angles
 from gpt2_fp8.layers.sdpa import within_documents
@@ -37,13 +37,12 @@ class GPT2(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = (),
+        self, config: ModelConfig, vocab_size: int, layers: Composed, keep_bf16: Iterable[str] = (),
         separator: int | None = None, separator_begins: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.separator, self.separator_begins = separator, separator_begins
         self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
-        assert (reason := layers.why_not(self.spec)) is None, reason
         in_bf16 = kept(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
         self.positions = None

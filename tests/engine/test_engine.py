@@ -9,8 +9,8 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.fp8.backends import Reference
 from gpt2_fp8.fp8.base import twin_of
-from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import PASSES
 from gpt2_fp8.fp8.state import capture

@@ -9,8 +9,8 @@ from gpt2_fp8 import compose
 from gpt2_fp8.engine.fp8_health import FP8Health, summary
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.backends import Torchao
 from gpt2_fp8.fp8.fp8_tensors import fp8_tensors
-from gpt2_fp8.fp8.plain import Torchao
 from gpt2_fp8.fp8.resolve import BACKENDS, Plan
 from gpt2_fp8.runtime import rng
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.fp8.backends import Reference
 from gpt2_fp8.fp8.base import Backend
-from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.train import fit

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_fp8 import compose
-from gpt2_fp8.fp8.plain import Reference
+from gpt2_fp8.fp8.backends import Reference
 from gpt2_fp8.model.gpt2 import initialise
 from tests.runs import SMALL
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
-from gpt2_fp8.fp8.stored_scales import Stored, StoredScales, at_limit, headroom
+from gpt2_fp8.fp8.fp8_tensors import FP8Tensor, Stored, StoredScales, at_limit, headroom
 
 E4M3 = torch.float8_e4m3fn
 

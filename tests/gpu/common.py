@@ -133,6 +133,13 @@ def grads(model):
     return {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
 
+def step(engine, seed, n_positions=128, size=None):
+    """Loss and gradients of an optimizer step of what is `prepared`, without its update."""
+    engine.model.zero_grad(set_to_none=True)
+    loss = engine.of_step(tokens(12, seed, n_positions), size or engine.micro_batch_size)
+    return loss.item(), grads(engine.model)
+
+
 def gradients(model, ids, fused, context, first=None, scale=1.0, upstream=1.0):
     """Loss and float32 gradients by name of one forward and backward."""
     model.zero_grad(set_to_none=True)
@@ -153,8 +160,8 @@ def error(ours, expected):
     return norm({name: ours[name] - expected[name] for name in expected}) / norm(expected)
 
 
-def assert_same_gradients(ours, expected):
-    """Bit for bit."""
+def assert_same_tensors(ours, expected):
+    """Gradients, or a state of FP8, bit for bit."""
     assert ours.keys() == expected.keys()
     assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
 

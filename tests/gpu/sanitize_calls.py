@@ -18,13 +18,12 @@ from gpt2_fp8.kernels import (
     layer_norm,
     nvrtc,
     probabilities,
-    product_gelu,
     softmax_cast,
     weight_gradient,
 )
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
-from gpt2_fp8.kernels.product import Operands, fits
+from gpt2_fp8.kernels.product import Operands, fits, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.softmax_cast import product_logits
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
@@ -94,10 +93,10 @@ def products() -> None:
         forward = Operands(of_a[E4M3], b, *scales)
         assert fits(of_a[E4M3], b), (m, n, k)
         for bias in (None, values(n)):
-            _, slopes = product_gelu.product_gelu(forward, bias, slot(E4M3))
+            _, slopes = product_gelu(forward, bias, slot(E4M3))
         for dtype in FORMATS:
             operands = Operands(of_a[dtype], b, *scales)
-            product_gelu.product_gelu_backward(operands, slopes, slot(dtype))
+            product_gelu_backward(operands, slopes, slot(dtype))
         for vocab_size in (n, n - 84):
             product_logits(forward, targets(m, vocab_size), vocab_size)
 

@@ -6,7 +6,7 @@ import torch
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.fp8.resolve import check_attention, resolve
 from gpt2_fp8.layers.sdpa import HELD
-from tests.gpu.common import composed, error, grads, hopper, prepared, tokens
+from tests.gpu.common import composed, error, hopper, prepared, step
 
 HEADS_OF_64 = ["model.n_positions=256", "model.n_layer=1", "cuda_graphs=false"]
 LAYERS = {
@@ -27,13 +27,6 @@ CASES = [
     for layers, kernels in KERNELS.items()
     for kernel in kernels.split()
 ]
-
-
-def step(engine, seed, n_positions=128):
-    """Loss and gradients of an optimizer step without its update."""
-    engine.model.zero_grad(set_to_none=True)
-    loss = engine.of_step(tokens(12, seed, n_positions), engine.micro_batch_size)
-    return loss.item(), grads(engine.model)
 
 
 def kernels_of(work):

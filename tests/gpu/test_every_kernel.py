@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gpt2_fp8.kernels import nvrtc
-from gpt2_fp8.kernels.product import Operands
-from gpt2_fp8.kernels.product_gelu import product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import Operands, product_gelu, product_gelu_backward
 from tests.gpu.kernels import (
     DEVICE,
     assert_repeats,

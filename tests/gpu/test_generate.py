@@ -50,14 +50,8 @@ def test_texts_are_those_of_a_cpu(tmp_path, monkeypatch):
     """In float32, the likeliest tokens of a model that has learned something."""
     monkeypatch.chdir(tmp_path)
     train(tmp_path / "outputs/first", "precision=bf16", "trainer.max_steps=30", base=[*RUN[:-1], *FEW])
-    words = [
-        "ckpt_path=outputs/first",
-        "prompt=def",
-        "prompt=import os",
-        "tokens=30",
-        "temperature=0",
-        "precision=fp32",
-    ]
+    words = ["ckpt_path=outputs/first", "prompt=def", "prompt=import os", "tokens=30", "temperature=0"]
+    words += ["precision=fp32"]
     texts = {}
     for device in ("gpu", "cpu"):
         assert generate.main([*words, f"device={device}", f"out={device}.jsonl"]) == 0

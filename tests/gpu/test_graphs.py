@@ -9,7 +9,7 @@ from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from tests.gpu.common import (
     VOCAB,
-    assert_same_gradients,
+    assert_same_tensors,
     composed,
     determinism,
     error,
@@ -27,7 +27,7 @@ SEQUENCES, POSITIONS = 12, 128
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    """What is compared here bit for bit are the same kernels in the same order; see `assert_same_gradients`."""
+    """What is compared here bit for bit are the same kernels in the same order; see `assert_same_tensors`."""
     with determinism():
         yield
 
@@ -51,11 +51,6 @@ def step(engine, ids):
     return loss.item(), grads(engine.model)
 
 
-def assert_same_state(one, other):
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 @pytest.mark.parametrize(("sequences", "micro_batch_size"), [(12, 12), (12, 4), (96, 48)])
 def test_gradients_and_scales_are_those_without_graphs(sequences, micro_batch_size):
     """One micro-batch, three, and two of so many tokens that the embedding's backward sorts them."""
@@ -70,8 +65,8 @@ def test_gradients_and_scales_are_those_without_graphs(sequences, micro_batch_si
         runs.append((steps, state.capture(engine.model)))
     for (loss, ours), (expected_loss, expected) in zip(runs[0][0], runs[1][0], strict=True):
         assert loss == expected_loss
-        assert_same_gradients(ours, expected)
-    assert_same_state(runs[0][1], runs[1][1])
+        assert_same_tensors(ours, expected)
+    assert_same_tensors(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,7 @@ def test_recording_leaves_no_trace():
     recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, engine.plan.backend.forward_context)
     before = state.capture(engine.model)
     recorder._record(batch(0)[:4], 1 / 3)
-    assert_same_state(before, state.capture(engine.model))
+    assert_same_tensors(before, state.capture(engine.model))
     assert all(p.grad is None for p in engine.model.parameters())
     assert all(gradient is not None for gradient in recorder._gradients)
 
@@ -135,7 +130,7 @@ def test_recording_waits_for_what_it_keeps(monkeypatch):
     recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, engine.plan.backend.forward_context)
     before = state.capture(engine.model)
     recorder._record(batch(0)[:4], 1 / 3)
-    assert_same_state(before, state.capture(engine.model))
+    assert_same_tensors(before, state.capture(engine.model))
 
 
 def test_evaluation_between_steps_disturbs_nothing():
@@ -155,8 +150,8 @@ def test_evaluation_between_steps_disturbs_nothing():
         runs.append((steps, state.capture(engine.model)))
     for (loss, ours), (expected_loss, expected) in zip(runs[0][0], runs[1][0], strict=True):
         assert loss == expected_loss
-        assert_same_gradients(ours, expected)
-    assert_same_state(runs[0][1], runs[1][1])
+        assert_same_tensors(ours, expected)
+    assert_same_tensors(runs[0][1], runs[1][1])
 
 
 def test_an_evaluation_after_a_replay_sees_the_new_weights():
@@ -184,7 +179,7 @@ def test_gradients_lie_where_they_were_recorded():
     engine.model.zero_grad(set_to_none=True)
     again, ours = step(engine, batch(1))
     assert again == loss
-    assert_same_gradients(ours, expected)
+    assert_same_tensors(ours, expected)
     assert places == {name: p.grad.data_ptr() for name, p in engine.model.named_parameters()}
 
 
@@ -192,4 +187,4 @@ def test_two_recorded_models_do_not_share_their_memory():
     one, other = built(True), built(True, "model.n_layer=1")
     _, expected = step(one, batch(0))
     step(other, batch(1))
-    assert_same_gradients(grads(one.model), expected)
+    assert_same_tensors(grads(one.model), expected)

@@ -4,17 +4,16 @@ import csv
 import math
 
 import pytest
-import torch
 
 from gpt2_fp8.engine.fp8_health import FP8Health
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.fp8_tensors import fp8_tensors
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.fp8.support import why_no_torchao
 from gpt2_fp8.kernels.formats import EXPONENT, LOGITS_EXPONENT
+from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import rng
-from tests.gpu.common import VOCAB, composed, hopper, tokens
+from tests.gpu.common import VOCAB, assert_same_tensors, composed, hopper, tokens
 from tests.gpu.test_runs import ON_GPU
 from tests.runs import metrics, train
 
@@ -42,11 +41,7 @@ STATELESS = [
 def trained(*words, steps=3):
     """A training step that has made some, each with other text, and the text of the last."""
     config = composed(*words, "optim.lr=1e-6")
-    plan = resolve(config, "cuda")
-    with torch.device("cuda"):
-        step = TrainingStep(config, plan, VOCAB)
-    step.initialise()
-    step.prepare_optimizer()
+    step = worker.built(config, resolve(config, "cuda"), VOCAB)
     for i in range(steps):
         ids = tokens(12, i, 128)
         step(ids)
@@ -55,21 +50,22 @@ def trained(*words, steps=3):
 
 
 @pytest.mark.parametrize("words", [*DELAYED, *STATELESS], ids=" ".join)
-def test_looking_changes_nothing(words):
+def test_looking_at_a_healthy_model_changes_nothing(words):
     step, ids = trained(*words)
     health = FP8Health(step)
     weights = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
     scales, drawn = state.capture(step.model), rng.capture_torch()
     seen = health.sample(ids, health.read())
     assert health.failed is None
+    for h in seen:
+        assert 0 <= h.saturated < 1e-3, h
+        assert 0 <= h.flushed < 0.05, h
+        assert 1e-3 < h.scale < 2.0**60, h
     assert [health.tensor for health in seen] == fp8_tensors(step.config.precision, step.config.model.n_layer)
-    for name, tensor in step.model.state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-    after = state.capture(step.model)
-    assert scales.keys() == after.keys()
-    assert [name for name in scales if not torch.equal(scales[name], after[name])] == []
-    now = rng.capture_torch()
-    assert all(torch.equal(now[name], drawn[name]) for name in drawn)
+    for now, before in (
+        (step.model.state_dict(), weights), (state.capture(step.model), scales), (rng.capture_torch(), drawn),
+    ):  # fmt: skip
+        assert_same_tensors(now, before)
     assert all(parameter.grad is None for parameter in step.model.parameters())
     step(ids)  # and it goes on
     assert math.isfinite(step.last.read().loss)
@@ -89,16 +85,6 @@ def test_stored_amaxes_are_those_of_the_tensors_they_are_said_to_be_of(words):
         assert 1 / 1.5 < amax / h.amax < 1.5, (str(tensor), amax, h.amax)
         assert -1.5 < h.headroom < 3, (str(tensor), h)
         assert 0 <= h.age < 4
-
-
-@pytest.mark.parametrize("words", [*DELAYED, *STATELESS], ids=" ".join)
-def test_a_new_model_is_healthy(words):
-    step, ids = trained(*words)
-    health = FP8Health(step)
-    for h in health.sample(ids, health.read()):
-        assert 0 <= h.saturated < 1e-3, h
-        assert 0 <= h.flushed < 0.05, h
-        assert 1e-3 < h.scale < 2.0**60, h
 
 
 @hopper

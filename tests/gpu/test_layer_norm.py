@@ -27,14 +27,8 @@ from tests.gpu.kernels import (
 pytestmark = pytest.mark.fp8
 
 SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
-SHAPES += [
-    (8208, 144),
-    (16432, 144),
-    (16912, 1280),
-    (16912, 1600),
-    (48, 2048),
-    (16912, 2048),
-]  # more rows to a program, a last tile of fewer
+# more rows to a program, a last tile of fewer
+SHAPES += [(8208, 144), (16432, 144), (16912, 1280), (16912, 1600), (48, 2048), (16912, 2048)]
 EPSILON = 1e-5
 
 

@@ -7,8 +7,7 @@ Most operands are small whole numbers: every sum of their products is then exact
 import pytest
 import torch
 
-from gpt2_fp8.kernels.product import Operands, fits
-from gpt2_fp8.kernels.product_gelu import CODE_OF_ZERO, CODES, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import CODE_OF_ZERO, CODES, Operands, fits, product_gelu, product_gelu_backward
 from tests.gpu.kernels import (
     DEVICE,
     LARGEST,

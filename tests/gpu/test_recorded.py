@@ -5,7 +5,7 @@ import torch
 
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
-from tests.gpu.common import VOCAB, composed, error, grads, prepared, tokens
+from tests.gpu.common import VOCAB, composed, error, prepared, step, tokens
 
 WORDS = ["precision=bf16", "model.n_layer=1"]
 RECORDED = [*WORDS, "compile=true", "compile_mode=reduce-overhead"]
@@ -18,16 +18,9 @@ def _compiled_anew():
     torch.compiler.reset()
 
 
-def step(engine, seed, size=4):
-    """Loss and gradients of an optimizer step without its update, out of reach of what is replayed later."""
-    engine.model.zero_grad(set_to_none=True)
-    loss = engine.of_step(tokens(12, seed, 128), size)
-    return loss.item(), {name: gradient.clone() for name, gradient in grads(engine.model).items()}
-
-
 def assert_same_steps(plain, graphed, seeds, size=4):
     for seed in seeds:
-        (loss, expected), (again, ours) = step(plain, seed, size), step(graphed, seed, size)
+        (loss, expected), (again, ours) = (step(engine, seed, size=size) for engine in (plain, graphed))
         assert again == pytest.approx(loss, rel=1e-3)
         assert error(ours, expected) < 0.02  # compiled, bf16 is rounded in fewer places
 

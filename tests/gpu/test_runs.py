@@ -175,13 +175,6 @@ def test_mxfp8_is_refused_on_hopper_with_the_reason(tmp_path):
     assert summary(tmp_path / "run")["exit_code"] == 2
 
 
-def test_compiled_bf16_trains(tmp_path):
-    train(tmp_path / "run", "compile=true", base=[o for o in IN_BF16 if not o.startswith("compile")])
-    assert summary(tmp_path / "run")["precision"]["ran"] == "bf16"
-    losses = metrics(tmp_path / "run")["train_loss"]
-    assert losses[12] < losses[1] - 0.1
-
-
 @pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
 def test_validation_leaves_training_as_it_was(tmp_path, overrides):
     """The same losses whether or not validations in FP8, which record amaxes, run in between."""

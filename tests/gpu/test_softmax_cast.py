@@ -27,17 +27,9 @@ SCALE = 2.0**LOGITS_EXPONENT  # of the gradient, which is E5M2
 # rows, vocabulary, columns: without padding and with; padding of whole tiles; a block's multiple and one more;
 # partial tiles in both directions, and more tiles below each other than run together, the last ones fewer
 SHAPES = [
-    (16, 1, 16),
-    (128, 128, 128),
-    (48, 257, 400),
-    (80, 1000, 1280),
-    (272, 144, 144),
-    (16, 8192, 8192),
-    (16, 8193, 8320),
-    (48, 50257, 50304),
-    (144, 100, 112),
-    (1296, 259, 272),
-]
+    (16, 1, 16), (128, 128, 128), (48, 257, 400), (80, 1000, 1280), (272, 144, 144), (16, 8192, 8192),
+    (16, 8193, 8320), (48, 50257, 50304), (144, 100, 112), (1296, 259, 272),
+]  # fmt: skip
 
 
 @pytest.fixture(params=["cuda", "triton"])

@@ -50,19 +50,22 @@ def install(monkeypatch):
     return put
 
 
-def test_nothing_is_missing(install):
-    install()
-    assert nvrtc.missing() is None
+BINDINGS = ModuleNotFoundError("No module named 'cuda.bindings'", name="cuda.bindings")
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(install):
-    install(cache="unwritable")
-    assert nvrtc.missing() is None
-
-
-def test_not_installed(install):
-    install(without=("cuda.core",))
-    assert nvrtc.missing() == "cuda-core is not installed"
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        ({}, None),
+        ({"cache": "unwritable"}, None),
+        ({"without": ("cuda.core",)}, "cuda-core is not installed"),
+        ({"failing": (RuntimeError,)}, "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"),
+        ({"failing": (lambda _: BINDINGS,)}, "cuda-core does not work here: No module named 'cuda.bindings'"),
+    ],
+)
+def test_what_is_missing(install, there, reason):
+    install(**there)
+    assert nvrtc.missing() == reason
 
 
 def test_what_passes_by_is_no_reason(install):
@@ -81,16 +84,6 @@ def test_what_passes_by_is_no_reason(install):
         assert nvrtc.missing() is None
     finally:
         Program.compile = compiled
-
-
-def test_without_its_libraries(install):
-    install(failing=(RuntimeError,))
-    assert nvrtc.missing() == "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"
-
-
-def test_without_the_bindings_that_it_needs(install):
-    install(failing=(lambda _: ModuleNotFoundError("No module named 'cuda.bindings'", name="cuda.bindings"),))
-    assert nvrtc.missing() == "cuda-core does not work here: No module named 'cuda.bindings'"
 
 
 def test_a_program_is_its_whole_text():

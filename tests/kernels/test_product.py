@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from gpt2_fp8.kernels import nvrtc, product, product_gelu
+from gpt2_fp8.kernels import nvrtc, product
 
 BLOCK_BYTES = 227 * 1024  # of shared memory, at most
 KERNELS = ["product_gelu", "product_gelu_backward", "product_logits", "product_probabilities"]
@@ -75,12 +75,12 @@ def test_parts_are_counted_right():
                 for block in range(grid):
                     for tile in range(block * tiles // grid, (block + 1) * tiles // grid):
                         blocks[tile // down].add(block)
-                assert product_gelu._parts(grid, down, slabs) == max(map(len, blocks)), (grid, down, slabs)
+                assert product._parts(grid, down, slabs) == max(map(len, blocks)), (grid, down, slabs)
 
 
 def test_codes_of_the_derivative():
     """A byte holds all of gelu' evenly, 0 and 1 exactly."""
-    codes_of, zero = product_gelu.CODES, product_gelu.CODE_OF_ZERO
+    codes_of, zero = product.CODES, product.CODE_OF_ZERO
     assert f"CODES = {codes_of}, CODE_OF_ZERO = {zero}," in nvrtc._source("gelu.cuh")
     x = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh").sum(), x)

@@ -46,7 +46,7 @@ def families():
 def load(name):
     """A set of layers by its name; the fused ones with delayed scaling."""
     if name == "fused":
-        from gpt2_fp8.layers.fused_family import Fused
+        from gpt2_fp8.layers.fused import Fused
 
         return Fused(SCALING, recompute="none")
     return Composed({"te": te, "reference": reference}[name], recompute="none")

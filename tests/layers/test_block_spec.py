@@ -7,18 +7,11 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import layers
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Bands, Heads, Norm, RoPE, block_spec, why_not
+from gpt2_fp8.config.block_spec import MLP, Bands, Heads, Norm, RoPE, block_spec
 from tests.common import CONFIG
-from tests.layers.standins import families
 
 SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
 LAYERS = Path(layers.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def family():
-    with families() as load:
-        yield load
 
 
 def test_gpt2s_block():
@@ -67,32 +60,6 @@ def test_what_does_not_fit_is_refused(reason):
 def test_gpt2s_heads_share_its_width(n_head):
     with pytest.raises(ValueError, match=f"{n_head} heads do not share 32 channels in equal parts"):
         block_spec(replace(CONFIG, n_head=n_head))
-
-
-LACKING = {
-    "RMSNorm": {"norm": Norm("rms_norm", 1e-5)},
-    "SwiGLU MLP": {"mlp": MLP("swiglu", 688)},
-    "RoPE": {"positions": RoPE(1e4)},
-    "RoPE, no scaled RoPE": {"positions": RoPE(1e4, scaling=2.0)},
-    "grouped-query attention": {"heads": Heads(4, 2, 64)},
-    "head size other than n_embd / n_head": {"heads": Heads(4, 4, 32)},
-    "QK-norm": {"heads": Heads(4, 4, 64, qk_norm=True)},
-    "head that is not tied to the embedding": {"tied": False},
-}
-
-
-@pytest.mark.parametrize("option", LACKING)
-def test_layers_name_what_they_lack(family, option):
-    spec = replace(SPEC, **LACKING[option])
-    assert family("fused").why_not(spec) == f"the fused layers have no {option}"
-    assert why_not(spec, "layers of GPT-2", GPT2_OPTIONS) == f"layers of GPT-2 have no {option}"
-
-
-def test_the_fused_layers_alone_have_no_dropout(family):
-    dropping = replace(SPEC, dropout=0.1)
-    assert family("fused").why_not(dropping) == "the fused layers have no dropout"
-    assert family("te").why_not(dropping) is None
-    assert family("reference").why_not(dropping) is None
 
 
 def multiples(source):

@@ -63,23 +63,18 @@ def test_a_kernel_that_cannot_run_raises_and_no_other_takes_its_place():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dropout", "said"),
+    ("kernel", "dropout", "masked", "said"),
     [
-        ("auto", 0.0, "torch's flash kernel"),
-        ("sdpa", 0.2, "torch's unfused kernel"),
-        ("cudnn", 0.0, "torch's cuDNN kernel, as asked"),
-        ("flash", 0.0, "torch's flash kernel, as asked"),
+        ("auto", 0.0, False, "flash kernel"),
+        ("sdpa", 0.2, False, "unfused kernel"),
+        ("cudnn", 0.0, False, "cuDNN kernel, as asked"),
+        ("flash", 0.0, False, "flash kernel, as asked"),
+        ("sdpa", 0.0, True, "flash kernel"),
+        ("sdpa", 0.1, True, "unfused kernel"),
     ],
 )
-def test_kernels_are_named(kernel, dropout, said):
-    heads = Heads(4, 4, 8)
-    assert sdpa.kernels(kernel, heads, 16, dropout, torch.float32, "cpu") == said
-
-
-def test_with_a_mask_the_kernel_may_be_another():
-    heads = Heads(4, 4, 8)
-    assert sdpa.kernels("sdpa", heads, 16, 0.0, torch.float32, "cpu", masked=True) == "torch's flash kernel"
-    assert sdpa.kernels("sdpa", heads, 16, 0.1, torch.float32, "cpu", masked=True) == "torch's unfused kernel"
+def test_kernels_are_named(kernel, dropout, masked, said):
+    assert sdpa.kernels(kernel, Heads(4, 4, 8), 16, dropout, torch.float32, "cpu", masked) == f"torch's {said}"
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])

@@ -5,7 +5,7 @@ import torch
 
 from gpt2_fp8.config.block_spec import MLP, Norm
 from gpt2_fp8.config.kept_layers import MLP as BOTH
-from gpt2_fp8.layers import reference, te, te_split
+from gpt2_fp8.layers import reference, te
 
 KINDS = [("gelu", "layer_norm", True), ("gelu", "layer_norm", False), ("swiglu", "rms_norm", False)]
 
@@ -18,7 +18,7 @@ def _plain(monkeypatch):
 
 def pair(kind, norm, bias):
     arguments = 16, MLP(kind, 32), Norm(norm, 1e-5), bias, BOTH, False
-    ours, plain = te_split.layer_norm_mlp(*arguments), reference.layer_norm_mlp(*arguments)
+    ours, plain = te.split.layer_norm_mlp(*arguments), reference.layer_norm_mlp(*arguments)
     torch.manual_seed(0)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)

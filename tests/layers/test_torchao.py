@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
 from gpt2_fp8.layers import reference
-from gpt2_fp8.layers.block import Composed
-from gpt2_fp8.layers.torchao import Layers
+from gpt2_fp8.layers.block import Composed, WithProducts
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from tests.common import CONFIG, VOCAB, ids
@@ -26,10 +26,14 @@ def settings():
     return config.precision
 
 
+def products(settings, recipe):
+    """Of the blocks and of the head."""
+    configs = (float8_config(settings, recipe, head, emulate=True) for head in (False, True))
+    return [Float8Product(config, weight_dtype(settings)) for config in configs]
+
+
 def build(settings, recipe="current", keep_bf16=(), recompute="none", config=CONFIG):
-    block, head = (float8_config(settings, recipe, head, emulate=True) for head in (False, True))
-    layers = Layers(block, head, weight_dtype(settings))
-    return initialised(GPT2(config, VOCAB, Composed(layers, recompute), keep_bf16))
+    return initialised(GPT2(config, VOCAB, WithProducts(*products(settings, recipe), recompute), keep_bf16))
 
 
 def plain(config=CONFIG):
@@ -89,9 +93,9 @@ def test_each_part_alone_is_in_fp8_and_can_be_kept(settings, part):
 def test_a_backward_in_bf16_multiplies_the_original_operands(settings, recipe, backward, in_bf16):
     """Against formulas: what is in bf16 differs by bf16's rounding, what is in FP8 by more."""
     settings = replace(settings, backward=backward)
-    layers = Layers(*(float8_config(settings, recipe, head, True) for head in (False, True)), weight_dtype(settings))
     torch.manual_seed(0)
-    linear = layers.linear(64, 48, bias=True, fp8=True)
+    linear = reference.Linear(64, 48, bias=True)
+    linear.product = products(settings, recipe)[0]
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
     x, dy = torch.randn(2, 16, 64, requires_grad=True), torch.randn(2, 16, 48)

@@ -7,7 +7,7 @@ from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2, initialise, padded_vocabulary
 from gpt2_fp8.model.parameters import peak_bf16_flops
-from tests.common import CONFIG, VOCAB, build, ids
+from tests.common import CONFIG, build, ids
 
 
 def test_only_known_gpus_have_a_peak():
@@ -41,13 +41,3 @@ def test_before_training_every_id_is_about_as_likely():
         logits = model(drawn[:, :-1])[..., :size]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).item()
     assert 0 <= loss - math.log(size) < 0.1
-
-
-def test_initial_values_are_the_seeds_alone():
-    weights = dict(build().named_parameters())
-    again = GPT2(CONFIG, VOCAB, Composed(reference, recompute="none"))
-    torch.manual_seed(99)  # the global generator plays no part
-    initialise(again, 1)
-    assert all(torch.equal(weights[name], value) for name, value in again.named_parameters())
-    initialise(again, 2)
-    assert not torch.equal(weights["tokens.weight"], again.tokens.weight)

@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.fp8 import resolve
-from gpt2_fp8.fp8.plain import Torchao
+from gpt2_fp8.fp8.backends import Torchao
 from tests.runs import train
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.fp8.plain import Emulated, Torchao
+from gpt2_fp8.fp8.backends import Emulated, Torchao
 from tests.runs import checkpoint, metrics, summary, train
 
 pytestmark = pytest.mark.whole

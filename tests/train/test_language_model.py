@@ -53,7 +53,7 @@ def trained(model: gpt2_fp8.LanguageModel, ids: torch.Tensor, begun: int = 0, st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_loop_has_the_losses_and_weights_of_a_run(kind: str) -> None:
-    model = gpt2_fp8.build(*WORDS, *KINDS[kind], micro_batch_size="4")
+    model = gpt2_fp8.build(*WORDS, *KINDS[kind], "micro_batch_size=4")
     step = TrainingStep(model.config, resolve(model.config, "cpu"), model.vocab_size)
     step.initialise()
     optimizer, _ = step.prepare_optimizer()

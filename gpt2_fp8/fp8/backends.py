@@ -1,22 +1,37 @@
-"""The backends of plain torch's layers: as they are, with torchao's FP8 products, and with emulated ones."""
+"""The backends of other people's layers: plain torch's, also with torchao's and with emulated products, and TE's."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import (
+    AttentionKernel,
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    RunConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.recipes import delayed_scaling, float8_config, formats, weight_dtype
+from gpt2_fp8.fp8.recipes import build_recipe, delayed_scaling, float8_config, formats, region, weight_dtype
 from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.fp8.support import has_fp8_conversion, why_no_torchao, why_not_rowwise, why_not_te_fp8
-from gpt2_fp8.layers import Family, emulated, reference, torchao
-from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.fp8.support import (
+    has_fp8_conversion,
+    why_no_torchao,
+    why_no_transformer_engine,
+    why_not_rowwise,
+    why_not_te_fp8,
+)
+from gpt2_fp8.layers import emulated, reference, te
+from gpt2_fp8.layers.block import Composed, WithProducts
 from gpt2_fp8.model.gpt2 import GPT2
 
 
@@ -38,10 +53,10 @@ class Reference(Backend):
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        return why_not(block_spec(config.model), reference.NAME, reference.OFFERS)
+        return None
 
     @override
-    def family(self) -> Family:
+    def family(self) -> Composed:
         return Composed(reference, self.recompute, self.kernel)
 
     @override
@@ -53,7 +68,7 @@ class Reference(Backend):
 
 
 class Torchao(Backend):
-    """The plain-torch layers with torchao's products (`layers/torchao.py`).
+    """The plain-torch layers with torchao's products. `torch.compile` fuses their casts with what is around them.
 
     Attributes:
         emulate: whether FP8 products are computed from FP8's numbers in high precision. No run does; tests on a CPU do.
@@ -74,17 +89,15 @@ class Torchao(Backend):
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        lacking = why_not(block_spec(config.model), torchao.Layers.NAME, torchao.Layers.OFFERS)
         rowwise = why_not_rowwise() if config.recipe.name == "rowwise" else None
-        return backend_support.why_not_torchao(config) or lacking or why_no_torchao() or rowwise
+        return backend_support.why_not_torchao(config) or why_no_torchao() or rowwise
 
     @override
-    def family(self) -> Family:
-        precision = self.config.precision
-        assert isinstance(precision, FP8PrecisionConfig)
+    def family(self) -> Composed:
         assert self.recipe is not None
-        block, head = (float8_config(precision, self.recipe.name, head, self.emulate) for head in (False, True))
-        return Composed(torchao.Layers(block, head, weight_dtype(precision)), self.recompute, self.kernel)
+        configs = (float8_config(self.precision, self.recipe.name, head, self.emulate) for head in (False, True))
+        block, head = (Float8Product(config, weight_dtype(self.precision)) for config in configs)
+        return WithProducts(block, head, self.recompute, self.kernel)
 
     @override
     def loss(
@@ -102,8 +115,7 @@ class Torchao(Backend):
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""
-        precision = self.config.precision
-        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        auto = self.config.precision.backend == "auto"
         reason = backend_support.why_not_te(self.config) or why_not_te_fp8() if auto else None
         how = ", compiled" if self.compiled else ""
         return {
@@ -142,9 +154,8 @@ class Emulated(Backend):
         return backend_support.why_not_emulated(config)
 
     @override
-    def family(self) -> Family:
-        precision, recipe = self.config.precision, self.recipe
-        assert isinstance(precision, FP8PrecisionConfig)
+    def family(self) -> Composed:
+        precision, recipe = self.precision, self.recipe
         assert recipe is not None
         assert recipe.name != "mxfp8"
         assert recipe.name != "rowwise"
@@ -157,3 +168,55 @@ class Emulated(Backend):
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         how = ", compiled" if self.compiled else ""
         return {"layers": f"FP8 emulated in plain torch{how}", "attention": self.torch_attention()}
+
+
+class TransformerEngine(Backend):
+    """Transformer Engine's layers, of every recipe. Outside `te.autocast` they compute in bf16 and repeat a step."""
+
+    name = "te"
+
+    @override
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe:
+        precision = self.config.precision
+        in_bf16 = isinstance(precision, FP8PrecisionConfig) and precision.backward == "bf16"
+        return StatelessRecipe(name="current") if in_bf16 else auto.delayed
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        return why_no_transformer_engine() or backend_support.why_not_te(config)
+
+    @override
+    def family(self) -> Composed:
+        layers = te.split if backend_support.splits_mlp(self.config) else te
+        return Composed(layers, self.recompute, self.kernel)
+
+    @override
+    def fp8_region(self) -> AbstractContextManager:
+        return region(self._recipe) if self.fp8 else nullcontext()
+
+    @cached_property
+    def _recipe(self) -> Any:
+        """Transformer Engine's own recipe object."""
+        assert self.recipe is not None
+        return build_recipe(self.precision, self.recipe)
+
+    @override
+    def bf16_model(self, model: GPT2) -> GPT2:
+        """See `Backend`. It is `model` itself: its layers compute in FP8 only in `fp8_region`."""
+        return model
+
+    @override
+    def why_no_kernel(self, kernel: AttentionKernel) -> str | None:
+        return None if kernel == "te" else super().why_no_kernel(kernel)
+
+    @override
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
+        auto = self.config.precision.backend == "auto"
+        reason = backend_support.why_not_fused(self.config) if auto else None
+        own = self.kernel in ("auto", "te")
+        return {
+            "layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else ""),
+            "attention": "Transformer Engine's choice" if own else self.torch_attention(),
+        }
