@@ -222,5 +222,5 @@ def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
         raise DataSourceLost("the hub does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpt2_fp8.data.prefetch.UnitPool.take", lost)
+        patch.setattr("gpt2_fp8.data.workers.UnitPool.take", lost)
         assert "does not answer" in said(capsys, *words, "--all", code=4).err

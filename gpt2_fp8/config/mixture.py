@@ -28,7 +28,7 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
-LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/token_files.py` reads the rest
+LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/files.py` reads the rest
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _KEY = re.compile(r"(?<![\w./@])data\.(?!sources\.)(?=[a-z_]+\b)")

@@ -26,10 +26,8 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.lane import Batches, Cursor
 from gpt2_fp8.data.progress import label
-from gpt2_fp8.data.sources import build_parts
-from gpt2_fp8.data.token_stream import Shape, TokenStream
-from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
-from gpt2_fp8.data.units import Tokens
+from gpt2_fp8.data.token_stream import TokenStream
+from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
@@ -146,7 +144,7 @@ class TokenDataModule(LightningDataModule):
         self.micro_batch_size = micro_batch_size
         self.max_steps, self.overfit_batches = max_steps, overfit_batches
         self.plugins = plugins
-        self._steps = Steps(self._start, max_steps, overfit_batches)
+        self._steps = Steps(lambda: self._found.batches(bool(overfit_batches)), max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
         self.text: TokenStream | None = None
 
@@ -184,10 +182,10 @@ class TokenDataModule(LightningDataModule):
         """
         if self.text is not None:
             return
-        tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
-        parts = build_parts(self.config, self.tokenizer, self.plugins)
-        shape = Shape(self.n_positions, self.global_batch_size, self.config.seed, self.overfit_batches)
-        self.text = TokenStream(parts, self.config.num_workers, shape, tokenizer)
+        self.text = TokenStream(
+            self.config, self.tokenizer, self.n_positions, self.global_batch_size, self.overfit_batches,
+            plugins=self.plugins,
+        )  # fmt: skip
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 
@@ -202,10 +200,9 @@ class TokenDataModule(LightningDataModule):
         Every rank has as many items of the same shape; rows of -1 (`PADDING`) fill up where sequences lack.
         Empty where data.val_sequences is 0.
         """
-        assert self.text is not None, "setup() comes first"
-        if not self.text.val:
+        if not self._found.val:
             return []
-        rows = Validation(self.text.val, self.micro_batch_size)
+        rows = Validation(self._found.val, self.micro_batch_size)
         # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
         # done once more.
         return DataLoader(
@@ -233,8 +230,7 @@ class TokenDataModule(LightningDataModule):
 
         Raises UserError if training has come to another step than this text.
         """
-        assert self.text is not None, "setup() comes first"
-        progress = self.text.progress
+        progress = self._found.progress
         if step == 0 and progress.step:
             progress.begin()
             self._steps.wait_seconds = 0.0
@@ -244,8 +240,7 @@ class TokenDataModule(LightningDataModule):
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step whose item had this cursor was trained on: a resume starts after it."""
-        assert self.text is not None, "setup() comes first"
-        self.text.progress.advance(cursor)
+        self._found.progress.advance(cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, in ints, strings and dicts. Called on every rank at once: their lanes are gathered."""
@@ -259,8 +254,7 @@ class TokenDataModule(LightningDataModule):
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:
         """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
-        assert self.text is not None, "setup() comes first"
-        return list(self.text.progress.find_differences(state_dict))
+        return list(self._found.progress.find_differences(state_dict))
 
     def identity(self) -> dict[str, str]:
         """Return what tells the text and its order from others, by name; empty before `setup`."""
@@ -280,13 +274,10 @@ class TokenDataModule(LightningDataModule):
         if self.text is not None:
             self.text.pool.close()
 
-    def _start(self) -> tuple[int, Batches]:
-        """Return the number of finished steps, and this rank's batches from there on.
-
-        With overfit_batches, the batches are the very first ones.
-        """
+    @property
+    def _found(self) -> TokenStream:
         assert self.text is not None, "setup() comes first"
-        return self.text.batches(from_start=bool(self.overfit_batches))
+        return self.text
 
 
 def _arguments(config: RunConfig) -> dict[str, int]:

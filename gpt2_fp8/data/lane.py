@@ -15,10 +15,10 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from gpt2_fp8.data.mixing import Deal
-from gpt2_fp8.data.order import Order, Permutation, Place
-from gpt2_fp8.data.prefetch import Ticket, UnitPool
-from gpt2_fp8.data.units import DocumentCounts, Tokens, Unit
+from gpt2_fp8.data.order import Deal, Numbers, Order, Place
+from gpt2_fp8.data.tokenizer import Tokens
+from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.workers import Ticket, UnitPool
 from gpt2_fp8.runtime.signals import interruptible
 
 
@@ -50,7 +50,7 @@ class Segment:
     """Some blocks of a lane, and what comes after them."""
 
     tokens: Tokens
-    blocks: Permutation
+    blocks: Numbers
     next: tuple[Place, int]  # place and offset of the next segment
     counts: DocumentCounts
     units: list[int]  # the units that it is made of

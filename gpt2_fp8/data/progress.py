@@ -21,7 +21,7 @@ from torch import distributed
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Cursor, LaneState, lane_start
-from gpt2_fp8.data.mixing import Deal
+from gpt2_fp8.data.order import Deal
 from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 from gpt2_fp8.runtime.collectives import rank_and_world
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.programs import Item
-from gpt2_fp8.data.prefetch import ProgressLog
 from gpt2_fp8.data.tokenizer import Tokenizer
+from gpt2_fp8.data.workers import ProgressLog
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 
 

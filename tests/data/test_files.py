@@ -14,11 +14,10 @@ import pytest
 from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.errors import DataSourceLost, UserError
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import tokenise
 from gpt2_fp8.data.files import TRAIN_MODULES, VAL_MODULES, FilesSource, StdlibSource
 from gpt2_fp8.data.reader import with_retries
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit, tokenise
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(200)]

@@ -10,9 +10,9 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.preparation import Job, Preparation, tokens_a_pass
 from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.workers import UnitPool
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.mixtures import three
 

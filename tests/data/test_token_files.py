@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import token_files
+from gpt2_fp8.data import files as token_files
+from gpt2_fp8.data.files import TokenFilesSource
 from gpt2_fp8.data.preparation import tokens_a_pass
-from gpt2_fp8.data.token_files import TokenFilesSource
 from tests.data.corpora import items, module
 from tests.data.token_files_made import LLAMA_3, LLM_C, ids_config, llm_c, nano, some_ids
 

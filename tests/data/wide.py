@@ -8,9 +8,8 @@ from unittest.mock import patch
 import tiktoken
 
 from gpt2_fp8.data import reader
-from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import TokenisedUnit, Unit
 
 N_VOCAB = 128_256
 SHIFT = N_VOCAB - 257  # a byte's id, and end of text's, is so much larger than that of the tokenizer `bytes`
