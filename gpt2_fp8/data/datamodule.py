@@ -10,6 +10,7 @@ ranks a second time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -50,16 +51,7 @@ class Steps(IterableDataset[dict[str, Any]]):
         return self.max_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        items = self._items()
-        while True:
-            before = time.perf_counter()
-            item = next(items, None)
-            self.wait_seconds += time.perf_counter() - before
-            if item is None:
-                return
-            yield item
-
-    def _items(self) -> Iterator[dict[str, Any]]:
+        before = time.perf_counter()
         step, batches = self.start()
         assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again without end
         try:
@@ -68,7 +60,9 @@ class Steps(IterableDataset[dict[str, Any]]):
                 ids = kept[step % len(kept)] if kept else torch.from_numpy(batches.next())
                 step += 1
                 cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state(), "units": batches.begun()}
+                self.wait_seconds += time.perf_counter() - before
                 yield {"ids": ids, "cursor": cursor}
+                before = time.perf_counter()
         except RunError as error:  # otherwise the exit would wait for workers in the midst of their own retries
             batches.close()
             if isinstance(error, DataSourceLost):
@@ -85,16 +79,14 @@ class Validation(IterableDataset[dict[str, Any]]):
 
     def __init__(self, sources: dict[str, Tokens], micro_batch_size: int):
         self.named = "" not in sources
-        self.rows = min(micro_batch_size, max(_rows_per_rank(blocks) for blocks in sources.values()))
-        self.ids = [self._mine(blocks) for blocks in sources.values()]
-
-    def _mine(self, blocks: Tokens) -> Tensor:
-        """Return this rank's rows of a source, int32 [items * rows, n_positions + 1], with its padding."""
         rank, world = rank_and_world()
-        items = -(-_rows_per_rank(blocks) // self.rows)
-        mine = torch.from_numpy(blocks[rank::world].astype("int32"))
-        padding = torch.full((items * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
-        return torch.cat([mine, padding])
+        most = [math.ceil(len(blocks) / world) for blocks in sources.values()]  # of a rank, for each source
+        self.rows = min(micro_batch_size, max(most))
+        self.ids: list[Tensor] = []  # of each source, int32 [items * rows, n_positions + 1]
+        for blocks, rows in zip(sources.values(), most, strict=True):
+            mine = torch.from_numpy(blocks[rank::world].astype("int32"))
+            missing = math.ceil(rows / self.rows) * self.rows - len(mine)
+            self.ids.append(torch.nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING))
 
     def __len__(self) -> int:
         return sum(len(ids) for ids in self.ids) // self.rows
@@ -103,11 +95,6 @@ class Validation(IterableDataset[dict[str, Any]]):
         for source, rows in enumerate(self.ids):
             for ids in rows.split(self.rows):
                 yield {"ids": ids, "source": source} if self.named else {"ids": ids}
-
-
-def _rows_per_rank(blocks: Tokens) -> int:
-    """Return how many rows of a source's blocks each rank has, padding included."""
-    return -(-len(blocks) // rank_and_world()[1])
 
 
 class TokenDataModule(LightningDataModule):

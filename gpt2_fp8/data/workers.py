@@ -59,7 +59,7 @@ class UnitPool:
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
 
     def ask(self, unit: Unit) -> Ticket:
-        """Have `unit` read, without waiting. Every ticket must be taken or dropped once."""
+        """Have `unit` read, without waiting."""
         if not self.num_workers or unit in self._kept:
             return Ticket(unit)
         return Ticket(unit, self._submit(unit))
@@ -86,15 +86,10 @@ class UnitPool:
         progress = ProgressLog(what, len(units))
         rest = iter(units)
         ahead: deque[Ticket] = deque()
-        try:
-            for done in range(len(units)):
-                ahead.extend(map(self.ask, islice(rest, self.num_workers + 1 - len(ahead))))
-                progress.at(done)
-                yield self.take(ahead.popleft())
-        finally:
-            for ticket in ahead:
-                if ticket.future is not None:
-                    ticket.future.cancel()
+        for done in range(len(units)):
+            ahead.extend(map(self.ask, islice(rest, self.num_workers + 1 - len(ahead))))
+            progress.at(done)
+            yield self.take(ahead.popleft())
 
     def close(self) -> None:
         """End the worker processes, without waiting for their reads. The pool can be used again."""

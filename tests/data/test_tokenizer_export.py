@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_file, load_tokenizer
 from tests.data.tokenizers_made import KINDS, RANKS, write_json, write_ranks, write_trained
@@ -68,12 +67,6 @@ def test_what_ends_a_text_and_how_many_ids_there_are(both):
     assert theirs.model_max_length == 64
 
 
-def test_a_merge_is_what_lower_ranks_leave():
-    ranks = {token: rank for rank, token in enumerate(MERGED)}
-    assert tokenizer_export._parts(b"abc", ranks) == [b"a", b"bc"]
-    assert tokenizer_export._parts(b"hehe", ranks) == [b"he", b"he"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_ones_own_gives_the_ids_of_training(tmp_path: Path, kind):
     """Whatever its post-processor, its truncation and the configuration beside it say."""
@@ -100,8 +93,3 @@ def test_what_ends_a_text_is_what_ended_documents(tmp_path: Path, eos):
     said = json.loads(tokenizer_export.files_of(str(folder), 64)["tokenizer_config.json"])
     assert said["eos_token"] == said["bos_token"] == ends
     assert load_file(str(folder)).eot_token == 4
-
-
-def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match="no file or folder"):
-        tokenizer_export.files_of(str(tmp_path / "gone"), 64)

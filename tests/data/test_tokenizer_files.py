@@ -13,9 +13,8 @@ import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import checks, tokenizer_file
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data import tokenizer, units
+from gpt2_fp8.data import units
 from gpt2_fp8.data.tokenizer import encode, fingerprint, llama3_special_tokens, load_file, load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit, tokenise
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -100,24 +99,6 @@ def test_a_long_document_has_the_ids_of_one_go(tmp_path: Path, kind: str, monkey
         if text is CODE:
             assert made.tokens.tolist() == [*whole, tokenizer.eot_token]
         assert tokenizer.decode(made.tokens[:-1].tolist()).count("def") == tokenizer.decode(whole).count("def") > 10
-
-
-def test_a_run_with_a_blank_at_each_cut_is_not_continued_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As earlier versions cut long documents; no cache of theirs is read."""
-    monkeypatch.setattr(units, "PIECE_CHARACTERS", 300)
-    folder, corpus = write_trained(tmp_path / "t", "llama", CODE), write_jsonl(tmp_path / "a.jsonl", [CODE])
-    config = files_config(corpus, tokenizer=str(folder), cache_dir=str(tmp_path / "cache"))
-    with monkeypatch.context() as earlier:
-        earlier.setattr(tokenizer, "_json", lambda *of, now=tokenizer._json: (*now(*of)[:2], None))
-        load_tokenizer.cache_clear()
-        before = module(config)
-        items(before, 4)
-        state = before.state_dict()
-    load_tokenizer.cache_clear()
-    with pytest.raises(UserError, match="the text changed under this run"):
-        module(config).load_state_dict(state)
 
 
 def test_a_byte_level_tokenizer_keeps_the_ids_that_it_gave_to_pieces(
