@@ -85,13 +85,8 @@ def mixture(folder):
 
 def alone(folder):
     """The words of a run on one small source with a cache."""
-    return [
-        *SMALL,
-        "data=text_files",
-        *(f"data.{word}" for word in jsonl(folder / "one")),
-        *BYTES,
-        "data.cache_dir=cache",
-    ]
+    own = [*jsonl(folder / "one"), "tokenizer=bytes", "num_workers=0", "cache_dir=cache"]
+    return [*SMALL, "data=text_files", *(f"data.{word}" for word in own)]
 
 
 def test_a_run_afterwards_reads_the_cache_alone(here, monkeypatch, capsys):

@@ -10,6 +10,7 @@ ranks a second time.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,10 @@ from gpt2_fp8.data.lane import Batches, Cursor
 from gpt2_fp8.data.progress import label
 from gpt2_fp8.data.token_stream import TokenStream
 from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, load_tokenizer
+from gpt2_fp8.data.units import DocumentCounts
 from gpt2_fp8.runtime.collectives import rank_and_world
+
+log = logging.getLogger(__name__)
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
 
@@ -102,12 +106,9 @@ class TokenDataModule(LightningDataModule):
 
     Args:
         config: the `data` group.
-        n_positions: tokens of context; sequences have one more, the last target.
-        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
-        overfit_batches: repeat the first N steps' items for ever; 0: off.
-        plugins: modules that worker processes import before they read.
+        n_positions, global_batch_size, overfit_batches, plugins: as of `TokenStream`.
 
     Attributes:
         text: what batches are cut from, and how far it was used; None before `setup`.
@@ -253,8 +254,9 @@ class TokenDataModule(LightningDataModule):
 
     def say_documents(self) -> None:
         """Log what was skipped or mended, if anything was."""
-        if self.text is not None:
-            self.text.say_documents()
+        counts = DocumentCounts() if self.text is None else self.text.progress.documents()
+        if odd := counts.describe_odd():
+            log.info("data: of %d documents: %s", counts.read, odd)
 
     def teardown(self, stage: str | None = None) -> None:
         """End the worker processes. The state stays: another `fit` starts them again."""

@@ -1,7 +1,6 @@
 """A data set of the Hugging Face hub, streamed. A unit is a parquet row group, or a whole file of another kind.
 
 Parquet and JSON are read as local files are. Other kinds (.csv, .txt by lines, .arrow and more) are read by `datasets`.
-
 The list of the hub's files is kept in `data.cache_dir`, with the tokens. A run whose units are all there needs no hub:
 with HF_HUB_OFFLINE=1, or while the hub does not answer.
 """

@@ -1,10 +1,9 @@
 """From one unit to its tokens: from the cache, or from its source with retries. This runs in worker processes.
 
-In the cache a unit is two files. `<key>.u16` has its tokens as little-endian uint16, followed by the documents' ends as
-int64. With a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint32. `<key>.json` has the
-dtype, the number of tokens and of documents, the counts, and a sha256. Both are written under a temporary name and then
-renamed, the JSON last. So a writer that is killed never leaves half a unit. A unit is made again if its checksum
-differs.
+In the cache a unit is two files. `<key>.u16` (`<key>.u32` for more than 65,536 ids) has its tokens, followed by the
+documents' ends as int64. `<key>.json` has the dtype, the number of tokens and of documents, the counts, and a sha256.
+Both are written under a temporary name and then renamed, the JSON last, so that a writer that is killed never leaves
+half a unit.
 """
 
 from __future__ import annotations

@@ -172,13 +172,6 @@ class TokenStream:
             found[stream.name] = count * self.n_positions, round(sum(passes) / len(passes), 4)
         return found
 
-    def say_documents(self) -> None:
-        """Log what was skipped or mended, if anything was."""
-        counts = self.progress.documents().as_dict()
-        odd = {name: count for name, count in counts.items() if count and name != "read"}
-        if odd:
-            log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
-
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
     """Read `units` until they make one block.
@@ -194,7 +187,7 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
         tokens, counts = tokens + len(tokenised.tokens), counts + tokenised.counts
         if tokens > n_positions:
             return
-    skipped = ", ".join(f"{n} {name}" for name, n in counts.as_dict().items() if n and name != "read")
+    skipped = counts.describe_odd()
     raise UserError.of(
         f"the training text is too short: {tokens} tokens in {counts.read} documents"
         f"{f' (and {skipped})' if skipped else ''}, but one sequence takes model.n_positions + 1 = {n_positions + 1}"

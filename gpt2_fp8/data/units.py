@@ -84,6 +84,10 @@ class DocumentCounts:
         """Return the counts for JSON."""
         return asdict(self)
 
+    def describe_odd(self) -> str:
+        """Return what was skipped or mended, as "2 empty, 1 broken"; "" if nothing was."""
+        return ", ".join(f"{count} {name}" for name, count in asdict(self).items() if count and name != "read")
+
 
 @runtime_checkable
 class Source(Protocol):
