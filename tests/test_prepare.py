@@ -9,8 +9,6 @@ import sys
 import time
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8 import prepare
@@ -69,15 +67,6 @@ def counts(text):
     return found, tuple(int(number.replace(",", "")) for number in new)
 
 
-def parquet_shards(folder):
-    folder.mkdir()
-    rng = np.random.default_rng(1)
-    for shard in range(3):
-        texts = [f"{shard}.{row} " + "word " * int(rng.integers(5, 40)) for row in range(60)]
-        pq.write_table(pa.table({"text": texts}), folder / f"{shard}.parquet", row_group_size=10)
-    return ["data=text_files", "data.train_files=[shards/*.parquet]", "data.val_fraction=0.2"]
-
-
 def jsonl(folder):
     folder.mkdir()
     for i in range(20):
@@ -85,27 +74,23 @@ def jsonl(folder):
     return [f"train_files=[{folder.name}/*.jsonl]", "val_fraction=0.2"]
 
 
-def texts(kind, tmp_path):
-    """The words of a run on some text, and where it keeps its tokens."""
-    if kind == "parquet":
-        return [*parquet_shards(tmp_path / "shards"), *BYTES, "data.cache_dir=cache"]
-    words = ["data=mixture"]
+def mixture(folder):
+    """The words of a run on a small mixture, whose sources have a cache and a validation of their own."""
+    words = [*(word for word in SMALL if not word.startswith("data.")), "data=mixture", "data.weights={web: 3, own: 1}"]
     for name in ("web", "own"):
-        own = [*jsonl(tmp_path / name), "tokenizer=bytes", "num_workers=0", f"cache_dir=cache-{name}"]
+        own = [*jsonl(folder / name), "tokenizer=bytes", "num_workers=0", f"cache_dir=cache-{name}", "val_sequences=4"]
         words += [f"+data@data.sources.{name}=text_files", *(f"data.sources.{name}.{word}" for word in own)]
-    return [*words, "data.weights={web: 3, own: 1}"]
+    return words
 
 
-def small(words):
-    """`SMALL` for these words: a mixture's sources have their own validation."""
-    if "data=mixture" not in words:
-        return [*SMALL, *words]
-    plain = [word for word in SMALL if not word.startswith("data.")]
-    return [*plain, *words, "data.sources.web.val_sequences=4", "data.sources.own.val_sequences=4"]
+def alone(folder):
+    """The words of a run on one small source with a cache."""
+    own = [*jsonl(folder / "one"), "tokenizer=bytes", "num_workers=0", "cache_dir=cache"]
+    return [*SMALL, "data=text_files", *(f"data.{word}" for word in own)]
 
 
 def test_a_run_afterwards_reads_the_cache_alone(here, monkeypatch, capsys):
-    words = small(texts("mixture", here))
+    words = mixture(here)
     out = said(capsys, *words, "run_name=r").out
     sides, (new, there) = counts(out)
     assert sides.keys() == {"own training", "own validation", "web training", "web validation"}
@@ -176,11 +161,11 @@ def test_it_goes_on_after_it_was_stopped(number, code, here):
 
 
 def test_text_that_a_run_needs_only_a_part_of(here, capsys):
-    words = [*small(texts("parquet", here)), "run_name=r"]
+    words = [*alone(here), "run_name=r"]
     few = counts(said(capsys, *words, "--steps", "1").out)[0]["training"]
     run = counts(said(capsys, *words).out)[0]["training"]
     whole = counts(said(capsys, *words, "--all").out)[0]["training"]
-    assert few[0] < run[0] < whole[0] == 18
+    assert few[0] < run[0] < whole[0] == 20
     assert few[1] < run[1] < whole[1]
     first = [*words, "trainer.overfit_batches=1"]
     assert counts(said(capsys, *first).out)[0]["training"] == few
@@ -193,7 +178,7 @@ def test_nothing_is_prepared_for_token_files(here, capsys):
 
 
 def test_a_cache_is_needed(here, capsys):
-    words = [word for word in small(texts("mixture", here)) if "cache_dir" not in word]
+    words = [word for word in mixture(here) if "cache_dir" not in word]
     told = said(capsys, *words, code=2).err
     assert all(f"data.sources.{name}.cache_dir=null" in told for name in ("web", "own"))
 
@@ -207,7 +192,7 @@ def test_bad_input(here, capsys):
 
 
 def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
-    words = small(texts("parquet", here))
+    words = alone(here)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -222,5 +207,5 @@ def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
         raise DataSourceLost("the hub does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpt2_fp8.data.prefetch.UnitPool.take", lost)
+        patch.setattr("gpt2_fp8.data.workers.UnitPool.take", lost)
         assert "does not answer" in said(capsys, *words, "--all", code=4).err

@@ -20,7 +20,7 @@ from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import Part, Scored, Seed, Workers, problem, show
 
-LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/token_files.py` reads the rest
+LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/files.py` reads the rest
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
 _SOURCES = ("data.sources",)
 _OF_BORDERS = ("document_mask", "data.train_files", "data.val_files", "data.sources")

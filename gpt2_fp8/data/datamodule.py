@@ -10,6 +10,8 @@ ranks a second time.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -26,11 +28,12 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.lane import Batches, Cursor
 from gpt2_fp8.data.progress import label
-from gpt2_fp8.data.sources import build_parts
-from gpt2_fp8.data.token_stream import Shape, TokenStream
-from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
-from gpt2_fp8.data.units import Tokens
+from gpt2_fp8.data.token_stream import TokenStream
+from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, load_tokenizer
+from gpt2_fp8.data.units import DocumentCounts
 from gpt2_fp8.runtime.collectives import rank_and_world
+
+log = logging.getLogger(__name__)
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
 
@@ -52,16 +55,7 @@ class Steps(IterableDataset[dict[str, Any]]):
         return self.max_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        items = self._items()
-        while True:
-            before = time.perf_counter()
-            item = next(items, None)
-            self.wait_seconds += time.perf_counter() - before
-            if item is None:
-                return
-            yield item
-
-    def _items(self) -> Iterator[dict[str, Any]]:
+        before = time.perf_counter()
         step, batches = self.start()
         assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again without end
         try:
@@ -70,7 +64,9 @@ class Steps(IterableDataset[dict[str, Any]]):
                 ids = kept[step % len(kept)] if kept else torch.from_numpy(batches.next())
                 step += 1
                 cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state(), "units": batches.begun()}
+                self.wait_seconds += time.perf_counter() - before
                 yield {"ids": ids, "cursor": cursor}
+                before = time.perf_counter()
         except RunError as error:  # otherwise the exit would wait for workers in the midst of their own retries
             batches.close()
             if isinstance(error, DataSourceLost):
@@ -87,16 +83,14 @@ class Validation(IterableDataset[dict[str, Any]]):
 
     def __init__(self, sources: dict[str, Tokens], micro_batch_size: int):
         self.named = "" not in sources
-        self.rows = min(micro_batch_size, max(_rows_per_rank(blocks) for blocks in sources.values()))
-        self.ids = [self._mine(blocks) for blocks in sources.values()]
-
-    def _mine(self, blocks: Tokens) -> Tensor:
-        """Return this rank's rows of a source, int32 [items * rows, n_positions + 1], with its padding."""
         rank, world = rank_and_world()
-        items = -(-_rows_per_rank(blocks) // self.rows)
-        mine = torch.from_numpy(blocks[rank::world].astype("int32"))
-        padding = torch.full((items * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
-        return torch.cat([mine, padding])
+        most = [math.ceil(len(blocks) / world) for blocks in sources.values()]  # of a rank, for each source
+        self.rows = min(micro_batch_size, max(most))
+        self.ids: list[Tensor] = []  # of each source, int32 [items * rows, n_positions + 1]
+        for blocks, rows in zip(sources.values(), most, strict=True):
+            mine = torch.from_numpy(blocks[rank::world].astype("int32"))
+            missing = math.ceil(rows / self.rows) * self.rows - len(mine)
+            self.ids.append(torch.nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING))
 
     def __len__(self) -> int:
         return sum(len(ids) for ids in self.ids) // self.rows
@@ -107,22 +101,14 @@ class Validation(IterableDataset[dict[str, Any]]):
                 yield {"ids": ids, "source": source} if self.named else {"ids": ids}
 
 
-def _rows_per_rank(blocks: Tokens) -> int:
-    """Return how many rows of a source's blocks each rank has, padding included."""
-    return -(-len(blocks) // rank_and_world()[1])
-
-
 class TokenDataModule(LightningDataModule):
     """Batches of token ids from the text that `config` names.
 
     Args:
         config: the `data` group.
-        n_positions: tokens of context; sequences have one more, the last target.
-        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
-        overfit_batches: repeat the first N steps' items for ever; 0: off.
-        plugins: modules that worker processes import before they read.
+        n_positions, global_batch_size, overfit_batches, plugins: as of `TokenStream`.
 
     Attributes:
         text: what batches are cut from, and how far it was used; None before `setup`.
@@ -146,7 +132,7 @@ class TokenDataModule(LightningDataModule):
         self.micro_batch_size = micro_batch_size
         self.max_steps, self.overfit_batches = max_steps, overfit_batches
         self.plugins = plugins
-        self._steps = Steps(self._start, max_steps, overfit_batches)
+        self._steps = Steps(lambda: self._found.batches(bool(overfit_batches)), max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
         self.text: TokenStream | None = None
 
@@ -184,10 +170,10 @@ class TokenDataModule(LightningDataModule):
         """
         if self.text is not None:
             return
-        tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
-        parts = build_parts(self.config, self.tokenizer, self.plugins)
-        shape = Shape(self.n_positions, self.global_batch_size, self.config.seed, self.overfit_batches)
-        self.text = TokenStream(parts, self.config.num_workers, shape, tokenizer)
+        self.text = TokenStream(
+            self.config, self.tokenizer, self.n_positions, self.global_batch_size, self.overfit_batches,
+            plugins=self.plugins,
+        )  # fmt: skip
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 
@@ -202,10 +188,9 @@ class TokenDataModule(LightningDataModule):
         Every rank has as many items of the same shape; rows of -1 (`PADDING`) fill up where sequences lack.
         Empty where data.val_sequences is 0.
         """
-        assert self.text is not None, "setup() comes first"
-        if not self.text.val:
+        if not self._found.val:
             return []
-        rows = Validation(self.text.val, self.micro_batch_size)
+        rows = Validation(self._found.val, self.micro_batch_size)
         # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
         # done once more.
         return DataLoader(
@@ -233,8 +218,7 @@ class TokenDataModule(LightningDataModule):
 
         Raises UserError if training has come to another step than this text.
         """
-        assert self.text is not None, "setup() comes first"
-        progress = self.text.progress
+        progress = self._found.progress
         if step == 0 and progress.step:
             progress.begin()
             self._steps.wait_seconds = 0.0
@@ -244,8 +228,7 @@ class TokenDataModule(LightningDataModule):
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step whose item had this cursor was trained on: a resume starts after it."""
-        assert self.text is not None, "setup() comes first"
-        self.text.progress.advance(cursor)
+        self._found.progress.advance(cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, in ints, strings and dicts. Called on every rank at once: their lanes are gathered."""
@@ -259,8 +242,7 @@ class TokenDataModule(LightningDataModule):
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:
         """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
-        assert self.text is not None, "setup() comes first"
-        return list(self.text.progress.find_differences(state_dict))
+        return list(self._found.progress.find_differences(state_dict))
 
     def identity(self) -> dict[str, str]:
         """Return what tells the text and its order from others, by name; empty before `setup`."""
@@ -272,21 +254,19 @@ class TokenDataModule(LightningDataModule):
 
     def say_documents(self) -> None:
         """Log what was skipped or mended, if anything was."""
-        if self.text is not None:
-            self.text.say_documents()
+        counts = DocumentCounts() if self.text is None else self.text.progress.documents()
+        if odd := counts.describe_odd():
+            log.info("data: of %d documents: %s", counts.read, odd)
 
     def teardown(self, stage: str | None = None) -> None:
         """End the worker processes. The state stays: another `fit` starts them again."""
         if self.text is not None:
             self.text.pool.close()
 
-    def _start(self) -> tuple[int, Batches]:
-        """Return the number of finished steps, and this rank's batches from there on.
-
-        With overfit_batches, the batches are the very first ones.
-        """
+    @property
+    def _found(self) -> TokenStream:
         assert self.text is not None, "setup() comes first"
-        return self.text.batches(from_start=bool(self.overfit_batches))
+        return self.text
 
 
 def _arguments(config: RunConfig) -> dict[str, int]:

@@ -1,88 +1,56 @@
-"""Local files: which ones exist, what is wrong with them, and which part of them is held out. And Python's own."""
+"""Local files: of text, of token ids, and Python's own source.
+
+Files of ids (.bin), all of it little-endian:
+
+- nanoGPT: no header, ids of 16 bits.
+- llm.c, modded-nanogpt: 256 int32 (magic 20240520, version 1, number of ids), then ids of 16 bits.
+- llm.c for Llama 3: the same with magic 20240801 and version 7, then ids of 32 bits.
+
+Sources: nanoGPT's `data/openwebtext/prepare.py`, llm.c's `dev/data/data_common.py`.
+The first two bytes of both magic numbers would be an id above GPT-2's largest, so no file of GPT-2's ids begins so.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import logging
+import struct
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from gpt2_fp8.config import disk
+from gpt2_fp8.config.data_schema import LLAMA_3, LLM_C
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.units import LOCAL_WAITS, Corpus, DocumentCounts, TextFile, Unit
+from gpt2_fp8.data.formats import TextFile
+from gpt2_fp8.data.tokenizer import Tokens, dtype_of
+from gpt2_fp8.data.units import LOCAL_WAITS, Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 
-_HEAD_BYTES = 4096
-
-
-@dataclass
-class FilesSource:
-    """Files by path or glob (`**` enters folders). The ending of a file's name gives its format (see `formats`).
-
-    Without `val_files`, `val_fraction` is held out. Of a .txt that is its tail. Of the others it is the documents whose
-    hash falls into the fraction. Exact copies are then on the same side, in any order of the files.
-    """
-
-    train_files: list[str]
-    val_files: list[str]
-    val_fraction: float
-    text_column: str = "text"
-    waits: tuple[float, ...] = LOCAL_WAITS
-
-    def corpus(self) -> Corpus:
-        """Return the units of all files, in the order of the patterns and of the sorted names within each.
-
-        Raises UserError: every pattern without a match, every file of an unknown kind or without text.
-        """
-        train, val = find_files(self.train_files, self.val_files, formats.ENDINGS, self._find_problems)
-        about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
-        if val or self.val_fraction == 0:
-            whole = [[unit for path in paths for unit in formats.cut_units(path)] for paths in (train, val)]
-            return Corpus(whole[0], whole[1], about)
-        parts = [formats.cut_held_out(path, self.val_fraction) for path in train]
-        return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
-
-    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """Return the unit's documents."""
-        return formats.read_unit(unit, self.text_column, counts)
-
-    def _find_problems(self, path: Path) -> list[Problem]:
-        """Return what is wrong with a file, by its first bytes or its footer."""
-        try:
-            with formats.content_errors(str(path)):
-                if formats.ending(path) not in (".txt", ".jsonl"):
-                    formats.check_column(TextFile.local(path), self.text_column)
-                    return []
-                with path.open("rb") as file:
-                    head = file.read(_HEAD_BYTES)
-                text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these
-                if not text or text.count(0) * 8 > len(text):
-                    return [
-                        Problem(f"{path} is no text: its first bytes are NUL (as in UTF-16)", "convert it to UTF-8")
-                    ]
-                if formats.ending(path) == ".jsonl":
-                    formats.check_column(TextFile.local(path), self.text_column)
-        except UserError as error:
-            return error.problems
-        except OSError as error:
-            return formats.unreadable(path, error).problems
-        return []
+HEADER_BYTES = 1024
+UNIT_IDS = 2 << 20  # about the tokens of a unit of text
+_KINDS = {LLM_C: (1, "uint16"), LLAMA_3: (7, "uint32")}  # magic: version, ids
+_HEAD_BYTES = 4096  # that show whether a file is what its name says
 
 
 def find_files(
-    train: list[str], val: list[str], kinds: tuple[str, ...], find_problems: Callable[[Path], list[Problem]]
+    train: list[str], val: list[str], kinds: tuple[str, ...], check: Callable[[Path], None]
 ) -> tuple[list[Path], list[Path]]:
     """Return the files to train on and those to validate with, each once, without empty ones (which are logged).
 
     Without any to train on, which no run may have, an evaluation looks at the others in their place. `kinds` are the
-    endings of their names. Raises UserError with everything that is wrong with patterns, names and files, each of which
-    `find_problems` looks into.
+    endings of their names. Raises UserError with everything that is wrong with patterns, names and files, of which
+    `check` raises UserError or OSError.
     """
     problems: list[Problem] = []
     if not train and not val:
@@ -92,10 +60,15 @@ def find_files(
     if train and held_out and not rest and not problems:
         problems.append(Problem("data.val_files takes every file of data.train_files that is not empty"))
     for path in [*rest, *held_out.values()]:
-        if path.name.lower().endswith(kinds):
-            problems += find_problems(path)
-        else:
+        if not path.name.lower().endswith(kinds):
             problems.append(Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(kinds)}"))
+            continue
+        try:
+            check(path)
+        except UserError as error:
+            problems += error.problems
+        except OSError as error:
+            problems += formats.unreadable(path, error).problems
     if problems:
         raise UserError(problems)
     return (rest if train else [*held_out.values()]), [*held_out.values()]
@@ -120,6 +93,152 @@ def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
         log.warning("data: %d files are empty and are skipped, such as %s", len(empty), min(empty))
     return {real: path for real, path in found.items() if path not in empty}
 
+
+@dataclass
+class FilesSource:
+    """Files of text by path or glob (`**` enters folders). A name's ending gives the format (see `formats`).
+
+    Without `val_files`, `val_fraction` is held out. Of a .txt that is its tail. Of the others it is the documents whose
+    hash falls into the fraction. Exact copies are then on the same side, in any order of the files.
+    """
+
+    train_files: list[str]
+    val_files: list[str]
+    val_fraction: float
+    text_column: str = "text"
+    waits: tuple[float, ...] = LOCAL_WAITS
+
+    def corpus(self) -> Corpus:
+        """Return the units of all files, in the order of the patterns and of the sorted names within each.
+
+        Raises UserError: every pattern without a match, every file of an unknown kind or without text.
+        """
+        train, val = find_files(self.train_files, self.val_files, formats.ENDINGS, self._check)
+        about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
+        if val or self.val_fraction == 0:
+            whole = [[unit for path in paths for unit in formats.cut_units(path)] for paths in (train, val)]
+            return Corpus(whole[0], whole[1], about)
+        parts = [formats.cut_held_out(path, self.val_fraction) for path in train]
+        return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
+
+    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
+        """Return the unit's documents."""
+        return formats.read_unit(unit, self.text_column, counts)
+
+    def _check(self, path: Path) -> None:
+        """Look at a file's first bytes or its footer."""
+        ending = path.suffix.lower()
+        if ending in (".txt", ".jsonl"):
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+            text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these
+            if not text or text.count(0) * 8 > len(text):
+                raise UserError.of(f"{path} is no text: its first bytes are NUL (as in UTF-16)", "convert it to UTF-8")
+        if ending != ".txt":
+            with formats.content_errors(str(path)):
+                formats.check_column(TextFile.local(path), self.text_column)
+
+
+# ---- token ids -------------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """Where a file's ids are, and of which dtype they are on disk."""
+
+    dtype: np.dtype[np.unsignedinteger]
+    start: int  # bytes of header
+    size: int  # bytes of the file
+
+
+@dataclass
+class TokenFilesSource:
+    """Files of ids by path or glob. A unit is a range of a file, and its ids stay in order.
+
+    `headerless`: the dtype of the ids of files without a header, `uint16` or `uint32`.
+    """
+
+    train_files: list[str]
+    val_files: list[str]
+    headerless: str
+    waits: tuple[float, ...] = LOCAL_WAITS
+
+    def corpus(self) -> Corpus:
+        """Return the units of all files, in the order of the patterns and of the sorted names within each.
+
+        Raises UserError: every pattern without a match, and every file that is none of token ids.
+        """
+        train, val = find_files(self.train_files, self.val_files, (".bin",), self._check)
+        about: dict[str, str | int] = {"kind": "token_files", "files": len(train) + len(val)}
+        whole = [[unit for path in paths for unit in self._cut_units(path)] for paths in (train, val)]
+        return Corpus(whole[0], whole[1], about)
+
+    def read_ids(self, unit: Unit, vocab_size: int) -> Tokens:
+        """Return the unit's ids, [n], in the dtype of the vocabulary. Raises UserError for an id outside of it."""
+        path = Path(unit.path)
+        form = read_form(path, self.headerless)
+        wanted = (unit.stop - unit.start) // form.dtype.itemsize
+        ids = np.fromfile(path, form.dtype, wanted, offset=unit.start)
+        if len(ids) < wanted:
+            raise UserError.of(f"{path} has become shorter: {printable(unit.name)} is not all there")
+        if len(odd := np.flatnonzero(ids >= vocab_size)):
+            at = (unit.start - form.start) // form.dtype.itemsize + int(odd[0])
+            raise UserError.of(
+                f"{path}: the id at place {at:,}, counted from 0, is {ids[odd[0]]:,}, and data.tokenizer has "
+                f"{vocab_size:,} ids",
+                "name the tokenizer that made the file, data.tokenizer=NAME; without a header, data.headerless",
+            )
+        return ids.astype(dtype_of(vocab_size), copy=False)
+
+    def count(self, unit: Unit) -> int:
+        """Return how many ids the unit has."""
+        return (unit.stop - unit.start) // read_form(Path(unit.path), self.headerless).dtype.itemsize
+
+    def _cut_units(self, path: Path) -> list[Unit]:
+        """Cut a file into ranges of about `UNIT_IDS` ids."""
+        form = read_form(path, self.headerless)
+        step = UNIT_IDS * form.dtype.itemsize
+        cuts = [form.start, *range(form.start + step, form.size - step // 2, step), form.size]
+        about, kind = TextFile.local(path).version, form.dtype.name
+        return [Unit(f"{path.name} {form.size} {kind} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
+
+    def _check(self, path: Path) -> None:
+        """Look at a file's size and its first bytes: 16 bits may be half of an id."""
+        form = read_form(path, self.headerless)
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        for bits in (64, 32):
+            ids = np.frombuffer(head[: len(head) // 8 * 8], f"<u{bits // 8}")
+            if form.start or 8 * form.dtype.itemsize >= bits or len(ids) < 8:
+                continue
+            if ids.max() < 3 << 16 and len(np.unique(ids % 65536)) > 3:
+                raise UserError.of(f"{path} has ids of {bits} bits, not {form.dtype.name}: see data.headerless")
+
+
+def read_form(path: Path, headerless: str) -> Form:
+    """Read a file's header. `headerless`: the dtype of its ids if it has none.
+
+    Raises UserError for a header that does not fit the file, and OSError.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(12)
+    magic, version, count = struct.unpack("<3i", head.ljust(12, b"\0"))
+    if magic not in _KINDS:
+        form = Form(np.dtype(headerless).newbyteorder("<"), 0, size)
+        if size % form.dtype.itemsize:
+            raise UserError.of(f"{path} has {size:,} bytes, which are no whole number of {headerless} ids")
+        return form
+    known, name = _KINDS[magic]
+    if version != known:
+        raise UserError.of(f"{path} has the magic number {magic} with version {version}, which is unknown")
+    form = Form(np.dtype(name).newbyteorder("<"), HEADER_BYTES, size)
+    there = max(0, size - HEADER_BYTES)
+    if count < 1 or there != count * form.dtype.itemsize:
+        raise UserError.of(f"{path} has a header of {count:,} {name} ids, and {there:,} bytes after it")
+    return form
+
+
+# ---- Python's library ------------------------------------------------------------------------------------------------
 
 # Pure-Python modules that are in all of CPython 3.11 to 3.14, also in Debian's split packages.
 TRAIN_MODULES = """

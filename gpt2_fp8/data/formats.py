@@ -13,23 +13,41 @@ import itertools
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.units import DocumentCounts, TextFile, Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 RANGE_BYTES = 8 << 20
 HEAD_LINES = 100
-KEPT_FOOTER_BYTES = 64 << 20
 ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 
-_footers: dict[tuple[str, str], Any] = {}  # by name and version of the file
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of text, on this machine or on a hub."""
+
+    name: str
+    version: str  # changes when the text does
+    open: Callable[[], Any] = field(compare=False)  # for bytes
+
+    @staticmethod
+    def local(path: str | Path) -> TextFile:
+        """Return a file of this machine. Raises OSError."""
+        stat = Path(path).stat()
+        return TextFile(str(path), f"{stat.st_size} {stat.st_mtime_ns}", lambda: open(path, "rb"))
+
+    def no_column(self, column: str, own: list[str]) -> UserError:
+        """Return the error of a file without text under `column`. `own`: its columns, of text if it has any."""
+        fix = f"set data.text_column to one of its own: {printable(', '.join(sorted(own)))[:300] or 'it has none'}"
+        return UserError.of(f"{printable(self.name)} has no text column {column!r}", fix)
 
 
 def ending(path: str | Path) -> str | None:
@@ -60,8 +78,8 @@ def cut_held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
     """Return the units to train on and those to validate with. `fraction` of the file is for the latter."""
     whole = cut_units(path)
     if ending(path) != ".txt":
-        sides = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
-        return next(sides), next(sides)
+        train, val = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
+        return train, val
     size = path.stat().st_size
     with path.open("rb") as file:
         cut = cut_after_newline(file, int(size * (1 - fraction)), hard=True)
@@ -97,16 +115,17 @@ def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[objec
     which may pass.
     """
     with content_errors(unit.path):
-        file = TextFile.local(unit.path)
-        if ending(unit.path) == ".txt":
-            with file.open() as text:
-                text.seek(unit.start)
-                yield text.read(unit.stop - unit.start)
-        elif ending(unit.path) == ".jsonl":
-            with file.open() as text:
-                yield from read_json(_lines_of(text, unit), column, counts, file)
-        else:
+        file, kind = TextFile.local(unit.path), ending(unit.path)
+        if kind not in (".txt", ".jsonl"):
             yield from read_file(file, range(unit.start, unit.stop), column, counts)
+            return
+        with file.open() as text:
+            text.seek(unit.start)
+            if kind == ".txt":
+                yield text.read(unit.stop - unit.start)
+            else:
+                lines = iter(lambda: text.readline(max(0, unit.stop - text.tell())), b"")
+                yield from read_json(lines, column, counts, file)
 
 
 def read_file(
@@ -116,14 +135,23 @@ def read_file(
 
     Raises UserError if it has no text under `column`.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     kind, compression = kind_of(file.name) or ("", "")
     if kind == "parquet":
-        yield from _read_parquet(file, groups, column)
+        check_column(file, column)
+        with (
+            file.open() as raw,
+            pq.ParquetFile(raw, metadata=read_footer(file), page_checksum_verification=True) as opened,
+        ):
+            for batch in opened.iter_batches(256, list(groups), [column], use_threads=False):
+                yield from as_documents(batch.column(0))
         return
-    with file.open() as raw, _unpacked(raw, compression) as text:
+    codec = {"gz": "gzip", "zst": "zstd"}.get(compression, compression)  # of many frames, too
+    with file.open() as raw, io.BufferedReader(pa.CompressedInputStream(raw, codec) if codec else raw, 1 << 20) as text:
         if kind == "json" and text.peek(1)[:1] == b"[":
-            listed: Any = _parsed(text.read().decode())
-            rows: Iterable[Any] = (values if isinstance(values, dict) else None for values in listed)
+            rows: Iterable[Any] = (values if isinstance(values, dict) else None for values in json.load(text))
         else:
             rows = itertools.islice(text, most)
         yield from read_json(rows, column, counts, file)
@@ -189,76 +217,33 @@ def read_json(
 
 def parse_line(line: bytes) -> dict[str, object] | None:
     """Return the JSON object in a line, or None if there is none."""
-    # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them.
+    # surrogateescape: bytes that are no UTF-8 reach `units.clean`, which repairs and counts them.
     text = line.removeprefix(BOM_UTF8).decode(errors="surrogateescape")  # joined files have marks at inner lines too
     try:
-        values = _parsed(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
 
-def _parsed(text: str) -> object:
-    """Return JSON's value of a text. Raises ValueError or RecursionError."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # an integer with more digits than Python accepts
-        return json.loads(text, parse_int=float)
-
-
-def _lines_of(file: BinaryIO, unit: Unit) -> Iterator[bytes]:
-    file.seek(unit.start)
-    left = unit.stop - unit.start
-    while left > 0 and (line := file.readline(left)):
-        left -= len(line)
-        yield line
-
-
-def _unpacked(raw: Any, compression: str) -> io.BufferedReader:
-    import pyarrow as pa
-
-    codec = {"gz": "gzip", "zst": "zstd"}.get(compression, compression)
-    return io.BufferedReader(pa.CompressedInputStream(raw, codec) if codec else raw, 1 << 20)  # of many frames, too
-
-
+@lru_cache(maxsize=32)  # since each row group is read by itself
 def read_footer(file: TextFile) -> Any:
-    """Return a parquet file's footer. Those that were read last are kept, since each row group is read by itself."""
+    """Return a parquet file's footer."""
     import pyarrow.parquet as pq
 
-    key = (file.name, file.version)
-    footer = _footers.pop(key, None)
-    if footer is None:
-        with file.open() as raw:
-            footer = pq.read_metadata(raw)
-    _footers[key] = footer
-    while len(_footers) > 1 and sum(kept.serialized_size for kept in _footers.values()) > KEPT_FOOTER_BYTES:
-        del _footers[next(iter(_footers))]
-    return footer
+    with file.open() as raw:
+        return pq.read_metadata(raw)
 
 
 def check_schema(schema: Any, file: TextFile, column: str) -> None:
     """Raise UserError if a file's Arrow schema has no such column of text. One of nulls alone may be."""
-    import pyarrow as pa
+    import pyarrow.types as t
 
-    types = {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
-    t = pa.types
+    types = {f.name: f.type.value_type if t.is_dictionary(f.type) else f.type for f in schema}
     kinds = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
     text = [name for name, own in types.items() if any(is_kind(own) for is_kind in kinds)]
     if column not in text and not (column in types and t.is_null(types[column])):
         raise file.no_column(column, text or [f"{name} ({own})" for name, own in types.items()])
-
-
-def _read_parquet(file: TextFile, groups: range, column: str) -> Iterator[bytes | None]:
-    """Read the documents of some row groups. Raises UserError if there is no such column of text."""
-    import pyarrow.parquet as pq
-
-    footer = read_footer(file)
-    check_schema(footer.schema.to_arrow_schema(), file, column)
-    with file.open() as raw, pq.ParquetFile(raw, metadata=footer, page_checksum_verification=True) as opened:
-        for batch in opened.iter_batches(256, list(groups), [column], use_threads=False):
-            yield from as_documents(batch.column(0))
 
 
 def as_documents(column: Any) -> list[bytes | None]:

@@ -1,7 +1,6 @@
 """A data set of the Hugging Face hub, streamed. A unit is a parquet row group, or a whole file of another kind.
 
 Parquet and JSON are read as local files are. Other kinds (.csv, .txt by lines, .arrow and more) are read by `datasets`.
-
 The list of the hub's files is kept in `data.cache_dir`, with the tokens. A run whose units are all there needs no hub:
 with HF_HUB_OFFLINE=1, or while the hub does not answer.
 """
@@ -11,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,13 @@ from gpt2_fp8.compat import hub as client
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.reader import HUB_WAITS, with_retries, write_whole
-from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
+from gpt2_fp8.data.formats import TextFile
+from gpt2_fp8.data.reader import with_retries, write_whole
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 
+WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)  # seconds, in addition to the client's five tries of 1 to 8 s
 TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's client has waits without an end
 BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read now, but of parquet
 
@@ -43,26 +43,14 @@ class Listing:
     files: dict[str, list[str]]
     shards: dict[str, int]
 
-    @staticmethod
-    def load(path: Path | None) -> Listing | None:
-        """Return what was stored; None if there is nothing, or nothing of this form."""
-        if path is None or not path.is_file():
-            return None
-        try:
-            listing = Listing(**json.loads(path.read_bytes()))
-            assert {"train", "val"} <= listing.files.keys()
-            return listing
-        except (OSError, ValueError, TypeError, AttributeError, AssertionError) as error:
-            log.warning("data: %s is damaged (%s) and is not used", path, type(error).__name__)
-            return None
 
-    def store(self, path: Path | None) -> None:
-        """Keep the listing. A failure is logged; a later run without the hub then has none."""
-        try:
-            if path is not None:
-                write_whole(path, json.dumps(asdict(self)).encode())
-        except OSError as error:
-            log.warning("data: cannot keep a listing in data.cache_dir: %s", error)
+def _load_listing(path: Path | None) -> Listing | None:
+    """Return what was stored; None if there is nothing, or it is damaged."""
+    try:
+        return Listing(**json.loads(path.read_bytes())) if path is not None and path.is_file() else None
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("data: %s is damaged (%s) and is not used", path, type(error).__name__)
+        return None
 
 
 @dataclass
@@ -78,8 +66,8 @@ class HubSource:
     train_files: list[str]
     val_files: list[str]
     text_column: str
-    waits: tuple[float, ...] = HUB_WAITS
     cache_dir: Path | None = None  # where listings are kept
+    waits: tuple[float, ...] = WAITS
     _listing: Listing | None = None
     _counts: dict[str, list[int]] = field(default_factory=dict, repr=False)  # the units of each file
     _hub: Any = field(default=None, repr=False)  # its file system, which remembers what it was told
@@ -94,11 +82,13 @@ class HubSource:
         asked = [self.repo, self.revision, *self.train_files, "", *self.val_files, "", self.text_column]
         name = f"hub-{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]}.json"
         path = self.cache_dir and self.cache_dir / name
-        known = Listing.load(path)
+        known = _load_listing(path)
         if known is None or not is_offline_mode():
             try:
                 known = self._ask()
-                known.store(path)
+                if path is not None:
+                    with suppress(OSError):  # a later run without the hub then has none
+                        write_whole(path, json.dumps(asdict(known)).encode())
             except DataSourceLost as error:
                 if known is None:
                     raise
@@ -112,14 +102,13 @@ class HubSource:
         """Read the rows of a row group, or of a whole file, again from its start."""
         split, listing = unit.path, self._listing
         assert listing is not None, "corpus() comes first"
-        bound_waits()
         paths = listing.files[split]
         with self._refusals():
             if split not in self._counts:  # the hub was out of reach at the start
                 self._counts[split] = self._count(listing.commit, paths)
-            ends = [*accumulate(self._counts[split])]
-            at = bisect_right(ends, unit.start)
-            group = unit.start - ends[at] + self._counts[split][at]
+            starts = [*accumulate(self._counts[split], initial=0)]
+            at = bisect_right(starts, unit.start) - 1
+            group = unit.start - starts[at]
             file = self._file(listing.commit, paths[at])
             with formats.content_errors(file.name):
                 if formats.kind_of(file.name):
@@ -128,27 +117,21 @@ class HubSource:
                     yield from self._read_by_datasets(file, paths[at])
 
     def _ask(self) -> Listing:
-        """Ask for what the hub holds now."""
-        bound_waits()
-        commit, files = self._tried(self._find_files, f"the list of {self.repo}")
-        for split, paths in files.items():
-            if paths:
-                what = f"the {split} files of {self.repo}"
-                self._counts[split] = self._tried(partial(self._count, commit, paths), what)
-        return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
+        """Ask for what the hub holds now. Nothing is lost yet: the user learns of it without a run's long waits."""
 
-    def _tried(self, action: Callable[[], Any], what: str) -> Any:
-        def refused() -> Any:
+        def asked() -> Listing:
             with self._refusals():
-                return action()
+                commit, files = self._find_files()
+                self._counts = {split: self._count(commit, paths) for split, paths in files.items()}
+            return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
 
-        # Nothing is lost yet, so the user learns soon, without the long waits of a run.
-        return with_retries(refused, what, self.waits[:3])[0]
+        return with_retries(asked, f"the list of {self.repo}", self.waits[:3])[0]
 
     def _find_files(self) -> tuple[str, dict[str, list[str]]]:
         """Return the commit that the revision names, and the files of each split at that commit."""
         from huggingface_hub import HfApi
 
+        hub = self._connect()
         commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT_SECONDS).sha
         assert commit
         root = f"datasets/{self.repo}@{commit}/"
@@ -156,7 +139,7 @@ class HubSource:
         found: dict[str, list[str]] = {"train": [], "val": []}
         for split, patterns in (("train", self.train_files), ("val", self.val_files)):
             for pattern in patterns:
-                entries: Any = self._file_system().glob(root + pattern, detail=True)
+                entries = hub.glob(root + pattern, detail=True)
                 matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
                 names = [path.removeprefix(root) for path in matches]
                 found[split] = [*dict.fromkeys([*found[split], *names])]
@@ -190,28 +173,32 @@ class HubSource:
 
     def _read_by_datasets(self, file: TextFile, path: str) -> Iterator[object]:
         """Return the documents of a file. The text of a table's cells is not interpreted."""
+        import datasets
+
+        datasets.disable_progress_bars()
         table = re.search(r"\.[ct]sv\b", path, re.IGNORECASE)
         as_typed = {"converters": {self.text_column: str}, "keep_default_na": False} if table else {}
-        opened = _import_datasets().load_dataset(
+        opened = datasets.load_dataset(
             self.repo, data_files=[path], split="train", revision=file.version, streaming=True, **as_typed
         )
         for rows in opened.with_format("arrow").iter(batch_size=1024):
             formats.check_schema(rows.schema, file, self.text_column)
             yield from formats.as_documents(rows.column(self.text_column))
 
-    def _file_system(self) -> Any:
+    def _connect(self) -> Any:
         from huggingface_hub import HfFileSystem
 
+        bound_waits()
         self._hub = self._hub or HfFileSystem(skip_instance_cache=True)
         return self._hub
 
     def _file(self, commit: str, path: str) -> TextFile:
         """Return a file of the hub. Parquet is fetched in the ranges that are read, others in blocks."""
-        fs, where = self._file_system(), f"datasets/{self.repo}@{commit}/{path}"
+        hub, where = self._connect(), f"datasets/{self.repo}@{commit}/{path}"
         by_range = {"cache_type": "none"} if formats.kind_of(path) == ("parquet", "") else {"block_size": BLOCK_BYTES}
 
         def opened() -> Any:
-            file = fs.open(where, "rb", **by_range)
+            file = hub.open(where, "rb", **by_range)
             fetch = file.cache.fetcher
 
             def fetch_whole(start: int, end: int) -> bytes:
@@ -223,7 +210,7 @@ class HubSource:
             file.cache.fetcher = fetch_whole
             return file
 
-        return TextFile(f"{self.repo}/{path}", commit, fs.info(where)["size"], opened)
+        return TextFile(f"{self.repo}/{path}", commit, opened)
 
     def _units(self, split: str, listing: Listing) -> list[Unit]:
         n, commit = listing.shards.get(split, 0), listing.commit
@@ -265,7 +252,7 @@ def _find_remedy(error: BaseException) -> str | None:
 
 @cache
 def bound_waits() -> None:
-    """Have the client's waits end. Every process that asks the hub begins with it."""
+    """Have the client's waits end."""
     from huggingface_hub import set_client_factory
 
     def factory() -> Any:
@@ -274,17 +261,3 @@ def bound_waits() -> None:
         return made
 
     set_client_factory(factory)
-
-
-def _import_datasets() -> Any:
-    """Import `datasets` without its torch part, which would import torch in every worker."""
-    before = os.environ.get("USE_TORCH")
-    os.environ["USE_TORCH"] = "0"
-    try:
-        import datasets
-    finally:
-        os.environ.pop("USE_TORCH")
-        if before is not None:
-            os.environ["USE_TORCH"] = before
-    datasets.disable_progress_bars()
-    return datasets

@@ -1,24 +1,24 @@
 """A lane: an endless row of tokens, cut into blocks. And batches, whose sequences are taken from lanes in turn.
 
-A lane is consumed in *segments*. A segment has the tokens of a unit from some offset on, and whole further units until
-there is at least one block. It is cut into blocks of n_positions + 1 tokens that start n_positions apart. So every
-token is an input once, and a target once. The blocks are permuted, and the tokens that are left begin the next segment.
-Four integers therefore say where a lane stands.
+A lane is consumed in *segments*: the tokens of a unit from some offset on, and whole further units until there is at
+least one block. A segment is cut into blocks of n_positions + 1 tokens that start n_positions apart, so every token is
+an input once, and a target once. The blocks are permuted, and the tokens that are left begin the next segment. Four
+integers therefore say where a lane stands.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from gpt2_fp8.data.mixing import Deal
-from gpt2_fp8.data.order import Order, Permutation, Place
-from gpt2_fp8.data.prefetch import Ticket, UnitPool
-from gpt2_fp8.data.units import DocumentCounts, Tokens, Unit
+from gpt2_fp8.data.order import Deal, Numbers, Order, Place
+from gpt2_fp8.data.tokenizer import Tokens
+from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.workers import Ticket, UnitPool
 from gpt2_fp8.runtime.signals import interruptible
 
 
@@ -45,12 +45,11 @@ def lane_start() -> LaneState:
     return {"epoch": 0, "position": 0, "offset": 0, "block": 0, "documents": DocumentCounts().as_dict()}
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Some blocks of a lane, and what comes after them."""
 
     tokens: Tokens
-    blocks: Permutation
+    blocks: Numbers  # their order
     next: tuple[Place, int]  # place and offset of the next segment
     counts: DocumentCounts
     units: list[int]  # the units that it is made of
@@ -80,7 +79,8 @@ class Lane:
 
     def ask(self) -> None:
         """Have one more unit read ahead."""
-        place = self.order.after(self.index, self._asked[-1][0]) if self._asked else self._first_unread()
+        last = self._asked[-1][0] if self._asked else self._last and self._last[0]
+        place = self.order.after(self.index, last) if last else self._place
         self._asked.append((place, self.pool.ask(self.units[self.order.unit(self.index, place)])))
 
     def next(self) -> Tokens:
@@ -114,7 +114,7 @@ class Lane:
         return begun
 
     def finish(self) -> None:
-        """Take what was asked for, and end. It is then in the cache."""
+        """Take what was asked for. It is then in the cache."""
         while self._asked:
             self.pool.take(self._asked.popleft()[1])
 
@@ -159,9 +159,6 @@ class Lane:
             order = self.order.documents(place.epoch, index, len(unit.ends))
             self._last = place, unit.permuted(order), unit.counts
         return self._last[1:]
-
-    def _first_unread(self) -> Place:
-        return self.order.after(self.index, self._last[0]) if self._last else self._place
 
 
 class Batches:

@@ -1,13 +1,27 @@
-"""The one order of samples, as pure arithmetic: nothing here reads text or depends on the machine.
+"""The one order of samples, as pure arithmetic of seed and position: nothing here reads text or depends on the machine.
 
 The units of an epoch are permuted and dealt to L lanes. Lane j mod L gives the sequence at position j of every global
 batch. So the order depends only on the seed, the units, the global batch and L, and not on the number of ranks or
 workers.
+
+In a mixture each source has lanes of its own, and `Mixing` says whose turn it is:
+
+The sequences of a run lie in columns: sequence j of a global batch is in column j mod C. In each column the sources
+follow each other by themselves. A binary tree splits them, each node by Bresenham's line. A node gives item n of its
+own to its left half if floor(((n + 1) a + t) / b) > floor((n a + t) / b). Here a / b is the left half's part of the
+node's weight. t, below b, is the node's phase in this column. Such a count differs from its part by less than 1 over
+any window. So in any window of a column the sequences of a source differ from its share by less than the tree's depth.
+
+The phases of the columns are spread evenly over b and permuted by the seed, so that a global batch is balanced too.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +30,9 @@ import numpy.typing as npt
 MAX_LANES = 16  # each holds about two tokenised units in memory
 UNITS_A_LANE = 16  # at least, so that all lanes have about the same share of an epoch
 
-Permutation = npt.NDArray[np.int64]
+LARGEST = 1 << 30  # the sum of the weights as integers: products of two fit into 64 bits
+
+Numbers = npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
@@ -35,7 +51,7 @@ class Order:
         self.seed, self.n_units, self.lanes = seed, n_units, lanes
         self._units = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
 
-    def epoch(self, epoch: int) -> Permutation:
+    def epoch(self, epoch: int) -> Numbers:
         """Return every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
         return self._units(epoch)
 
@@ -52,16 +68,16 @@ class Order:
         epoch, position = place.epoch, place.position + 1
         return Place(epoch, position) if position < self.length(lane) else Place(epoch + 1, 0)
 
-    def documents(self, epoch: int, unit: int, n: int) -> Permutation:
+    def documents(self, epoch: int, unit: int, n: int) -> Numbers:
         """Return the order of a unit's `n` documents in an epoch."""
         return permutation(n, self.seed, 1, epoch, unit)
 
-    def blocks(self, lane: int, place: Place, n: int) -> Permutation:
+    def blocks(self, lane: int, place: Place, n: int) -> Numbers:
         """Return the order of the `n` blocks of the segment that starts at `place`."""
         return permutation(n, self.seed, 2, lane, place.epoch, place.position)
 
 
-def permutation(n: int, *key: int) -> Permutation:
+def permutation(n: int, *key: int) -> Numbers:
     """Return a permutation of n by `key`, int64 [n].
 
     It sorts raw 64-bit draws: numpy keeps these the same in every release, but not `Generator.permutation`.
@@ -74,3 +90,179 @@ def lane_count(global_batch_size: int, n_units: int) -> int:
     """Return L: the largest divisor of the global batch up to `MAX_LANES` that gives a lane `UNITS_A_LANE` units."""
     most = min(MAX_LANES, n_units // UNITS_A_LANE)
     return max((lanes for lanes in range(1, most + 1) if global_batch_size % lanes == 0), default=1)
+
+
+# ---- the deal of sequences to lanes ----------------------------------------------------------------------------------
+
+
+class Turns:
+    """The deal of a single source: sequence j of every global batch comes from lane j mod `lanes`."""
+
+    def __init__(self, lanes: int, global_batch_size: int):
+        assert global_batch_size % lanes == 0
+        self.lanes, self.global_batch_size = lanes, global_batch_size
+        self._lanes = np.arange(global_batch_size) % lanes
+
+    def of_step(self, step: int) -> Numbers:
+        """Return the lane of each sequence, int64 [global_batch_size]: the same in every step."""
+        return self._lanes
+
+    def of_rank(self, rank: int, world: int) -> list[int]:
+        """Return the lanes that a rank's sequences come from."""
+        return lanes_of(rank, world, self.lanes, self.global_batch_size)
+
+
+def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
+    """Return the lanes that the sequences of `rank` come from. They repeat after `n_lanes` of its sequences."""
+    return sorted({j % n_lanes for j in range(rank, min(global_batch_size, rank + n_lanes * world), world)})
+
+
+def whole_numbers(weights: Iterable[float]) -> list[int]:
+    """Return integers in the proportion of the weights as they are written, with a sum of `LARGEST` at most.
+
+    If the exact ones have a larger sum, they are rounded, by less than one part in a thousand million of the whole.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * common) for weight in exact]
+    divisor, whole = math.gcd(*numbers), sum(numbers)
+    if whole // divisor <= LARGEST:
+        return [number // divisor for number in numbers]
+    most = LARGEST - len(numbers)
+    return [max(1, (2 * number * most + whole) // (2 * whole)) for number in numbers]
+
+
+class Mixing:
+    """The sources of a mixture's sequences, by row and column.
+
+    Args:
+        weights: of each source, as whole numbers.
+        columns: how many there are; they divide the global batch.
+        seed: of the phases.
+    """
+
+    def __init__(self, weights: list[int], columns: int, seed: int):
+        assert all(weight > 0 for weight in weights)
+        assert sum(weights) <= LARGEST
+        self.weights, self.columns, self.seed = weights, columns, seed
+        self._phases = {node: self._phase(*node) for node in _nodes(0, len(weights))}
+
+    def sources(self, first: int, rows: int) -> Numbers:
+        """Return the source of every sequence of the rows from `first` on, int64 [rows, columns]."""
+        found = np.empty(rows * self.columns, dtype=np.int64)
+        at = np.arange(first, first + rows, dtype=np.int64).repeat(self.columns)
+        columns = np.tile(np.arange(self.columns), rows)
+
+        def walk(low: int, high: int, item: Numbers, place: Numbers) -> None:
+            if high - low == 1:
+                found[place] = low
+                return
+            count, is_left = self._split(low, high, item, columns[place])
+            middle = _middle(low, high)
+            walk(low, middle, count[is_left], place[is_left])
+            walk(middle, high, (item - count)[~is_left], place[~is_left])
+
+        walk(0, len(self.weights), at, np.arange(len(at)))
+        return found.reshape(rows, self.columns)
+
+    def counts(self, rows: int) -> Numbers:
+        """Return how many sequences of the first `rows` rows each source gives to each column.
+
+        It is int64 [sources, columns].
+        """
+        found = np.empty((len(self.weights), self.columns), dtype=np.int64)
+        columns = np.arange(self.columns)
+
+        def walk(low: int, high: int, items: Numbers) -> None:
+            if high - low == 1:
+                found[low] = items
+                return
+            left, middle = self._split(low, high, items, columns)[0], _middle(low, high)
+            walk(low, middle, left)
+            walk(middle, high, items - left)
+
+        walk(0, len(self.weights), np.full(self.columns, rows, dtype=np.int64))
+        return found
+
+    def _split(self, low: int, high: int, item: Numbers, columns: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Return for a node's items how many before each are the left half's, and whether it is one itself."""
+        left, whole = sum(self.weights[low : _middle(low, high)]), sum(self.weights[low:high])
+        rounds, rest = np.divmod(item, whole)
+        at = rest * left + self._phases[low, high][columns]
+        return rounds * left + at // whole, at % whole + left >= whole
+
+    def _phase(self, low: int, high: int) -> Numbers:
+        """Return a node's phase in each column, int64 [columns], below the node's weight."""
+        whole = sum(self.weights[low:high])
+        places = permutation(self.columns, self.seed, 3, low, high)
+        start = int(np.random.PCG64(np.random.SeedSequence((self.seed, 4, low, high))).random_raw()) % whole
+        return (start + places * whole // self.columns) % whole
+
+
+def _middle(low: int, high: int) -> int:
+    return (low + high) // 2
+
+
+def _nodes(low: int, high: int) -> list[tuple[int, int]]:
+    """Return the inner nodes of the tree of the sources from `low` on, below `high`."""
+    if high - low < 2:
+        return []
+    middle = _middle(low, high)
+    return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]
+
+
+class MixedDeal:
+    """The deal of several sources. Sequence j of a global batch comes from lane j mod L of its source.
+
+    L is a source's own number of lanes. It divides the number of columns, so a column always reads the same lane of a
+    source. All lanes of a source then have about the same share of it.
+
+    Args:
+        mixing: whose columns divide the global batch.
+        lanes: how many lanes each source has.
+    """
+
+    def __init__(self, mixing: Mixing, lanes: list[int], global_batch_size: int):
+        assert global_batch_size % mixing.columns == 0
+        assert all(mixing.columns % own == 0 for own in lanes)
+        self.mixing, self.own, self.global_batch_size = mixing, lanes, global_batch_size
+        self.first = [0, *accumulate(lanes)][:-1]
+        self.lanes = sum(lanes)
+        self._rows = global_batch_size // mixing.columns
+
+    def of_step(self, step: int) -> Numbers:
+        """Return the lane of each sequence of the step `step`, counted from 0: int64 [global_batch_size]."""
+        source = self.mixing.sources(step * self._rows, self._rows).reshape(-1)
+        return np.array(self.first)[source] + np.arange(self.global_batch_size) % np.array(self.own)[source]
+
+    def of_rank(self, rank: int, world: int) -> list[int]:
+        """Return the lanes that a rank's sequences may come from, of every source."""
+        size = self.global_batch_size
+        own = zip(self.first, self.own, strict=True)
+        return sorted(first + lane for first, lanes in own for lane in lanes_of(rank, world, lanes, size))
+
+    def sequences(self, steps: int, repeated: int = 0) -> list[int]:
+        """Return how many sequences each source gives to the first `steps` steps.
+
+        `repeated`: the batches of the first so many steps are used again and again; 0: none is.
+        """
+        rounds, rest = divmod(steps, repeated) if repeated else (0, steps)
+        counts = self.mixing.counts(rest * self._rows)
+        if rounds:
+            counts = counts + rounds * self.mixing.counts(repeated * self._rows)
+        return counts.sum(axis=1).tolist()
+
+
+Deal = Turns | MixedDeal  # deals the sequences of every global batch to lanes, numbered from 0 on over all sources
+
+
+def column_count(global_batch_size: int) -> int:
+    """Return C: the largest divisor of the global batch up to `MAX_LANES`."""
+    return max(n for n in range(1, MAX_LANES + 1) if global_batch_size % n == 0)
+
+
+def lanes_of_share(columns: int, n_units: int, weight: int, whole: int) -> int:
+    """Return L of a source: as `order.lane_count`, and of `MAX_LANES` lanes not more than its share, rounded up."""
+    most = math.ceil(MAX_LANES * weight / whole)
+    most = max(n for n in range(1, columns + 1) if columns % n == 0 and n <= most)
+    return lane_count(most, n_units)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpt2_fp8.config.data_schema import MixtureData, TextOfARun
-from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.prefetch import ProgressLog, UnitPool
-from gpt2_fp8.data.sources import build_parts, build_reader
-from gpt2_fp8.data.token_files import TokenFilesSource
-from gpt2_fp8.data.token_stream import Shape, TokenStream, check_trainable
-from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, sources_of
+from gpt2_fp8.data.files import TokenFilesSource
+from gpt2_fp8.data.reader import Readers
+from gpt2_fp8.data.sources import build_reader
+from gpt2_fp8.data.token_stream import TokenStream, check_trainable
+from gpt2_fp8.data.tokenizer import load_tokenizer
+from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
+from gpt2_fp8.data.workers import ProgressLog, UnitPool
 
 
 class Job(NamedTuple):
@@ -45,27 +45,18 @@ class Preparation:
     def __init__(self, job: Job):
         self.job = job
         self.kept: dict[tuple[str, str], Kept] = {}
+        self.tokenised = 0  # units that were tokenised here; the others were in the cache
         self._seen: set[Unit] = set()
-        self._cached: set[str] = set()  # sources with a cache: ids are read as they are
-        self._text: TokenStream | None = None
-
-    @property
-    def tokenised(self) -> int:
-        """Return how many units were tokenised here; the others were in the cache."""
-        if self._text is None:
-            return 0
-        counts = self._text.pool.counts
-        return counts.units - counts.cache_hits
+        # Of these the tokens are kept: files of ids are read as they are.
+        self._cached = {name for name, source in sources_of(job.data) if isinstance(source, TextData)}
 
     def run(self) -> None:
         """Read what is needed. Raises as `TokenStream` does, and OSError if the cache's disk takes no more."""
         job = self.job
-        encoding = load_tokenizer(job.data.tokenizer)
-        parts = build_parts(job.data, encoding, job.plugins)
-        parts = [replace(part, reader=replace(part.reader, must_keep=True)) for part in parts]
-        self._cached = {part.name for part in parts if part.reader.cache is not None}
-        shape = Shape(job.n_positions, job.global_batch_size, job.data.seed)
-        self._text = text = TokenStream(parts, job.data.num_workers, shape, fingerprint(encoding), self._note)
+        text = TokenStream(
+            job.data, load_tokenizer(job.data.tokenizer), job.n_positions, job.global_batch_size,
+            plugins=job.plugins, on_read=self._note, must_keep=True,
+        )  # fmt: skip
         try:
             if job.steps is None:
                 self._read_all(text)
@@ -73,15 +64,14 @@ class Preparation:
                 self._read_steps(text, job.steps)
         finally:
             text.pool.close()
+            self.tokenised = text.pool.counts.units - text.pool.counts.cache_hits
 
     def _read_all(self, text: TokenStream) -> None:
-        units = [
-            unit
-            for stream in text.streams
-            for unit in [*stream.corpus.train, *(stream.corpus.val if stream.part.val_sequences else ())]
-            if stream.name in self._cached and unit not in self._seen
-        ]
-        for _ in text.pool.read(units, "reading the text, units"):
+        units: list[Unit] = []
+        for stream in text.streams:
+            units += [*stream.corpus.train, *(stream.corpus.val if stream.val_sequences else ())]
+        rest = [unit for unit in units if unit.source in self._cached and unit not in self._seen]
+        for _ in text.pool.read(rest, "reading the text, units"):
             pass
 
     def _read_steps(self, text: TokenStream, steps: int) -> None:
@@ -114,8 +104,8 @@ def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...]
     It reads all of it. With a `cache_dir` they are kept for the training. Raises as `TokenStream` does.
     """
     assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
-    reader = build_reader(config, load_tokenizer(config.tokenizer), plugins)
-    source, pool = reader.source, UnitPool(reader, config.num_workers)
+    reader = build_reader(config, load_tokenizer(config.tokenizer))
+    source, pool = reader.source, UnitPool(Readers({"": reader}, plugins), config.num_workers)
     try:
         units = source.corpus().train
         if isinstance(source, TokenFilesSource):

@@ -1,10 +1,9 @@
 """From one unit to its tokens: from the cache, or from its source with retries. This runs in worker processes.
 
-In the cache a unit is two files. `<key>.u16` has its tokens as little-endian uint16, followed by the documents' ends as
-int64. With a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint32. `<key>.json` has the
-dtype, the number of tokens and of documents, the counts, and a sha256. Both are written under a temporary name and then
-renamed, the JSON last. So a writer that is killed never leaves half a unit. The temporary file that it leaves is
-removed when a later run begins. A unit is made again if its checksum differs.
+In the cache a unit is two files. `<key>.u16` (`<key>.u32` for more than 65,536 ids) has its tokens, followed by the
+documents' ends as int64. `<key>.json` has the dtype, the number of tokens and of documents, the counts, and a sha256.
+Both are written under a temporary name and then renamed, the JSON last, so that a writer that is killed never leaves
+half a unit.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ import numpy as np
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError, UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.documents import TokenisedUnit, of_ids, tokenise
-from gpt2_fp8.data.token_files import TokenFilesSource
-from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Source, Unit, dtype_of, little_endian
+from gpt2_fp8.data.files import TokenFilesSource
+from gpt2_fp8.data.tokenizer import dtype_of, load_tokenizer
+from gpt2_fp8.data.units import DocumentCounts, Source, TokenisedUnit, Unit, of_ids, tokenise
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,6 @@ Result = TypeVar("Result")
 
 FORMAT = "1"  # raise it when the same text gives other tokens, or when the layout changes
 ABANDONED_SECONDS = 3600.0  # a temporary file that was not written to for so long has no writer
-HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)  # seconds, in addition to the client's five tries of 1 to 8 s
 
 _jitter = random.SystemRandom()  # the seeded generator would give every rank the same jitter
 # Errors that waiting cannot solve: the user's, ours, and lack of memory. All others (OSError, the errors of the HTTP
@@ -90,14 +87,14 @@ class UnitCache:
 
     def load(self, unit: Unit) -> TokenisedUnit | None:
         """Return the unit as it was stored; None if it is not there or is damaged. Damage is logged."""
-        path = self._path(unit)
+        about_path, path = self._paths(unit)
         try:
-            about = json.loads(path.with_suffix(".json").read_bytes())
-            content = path.with_suffix(self._suffix).read_bytes()
+            about = json.loads(about_path.read_bytes())
+            content = path.read_bytes()
             if (sha256 := hashlib.sha256(content).hexdigest()) != about["sha256"]:
                 raise ValueError("the checksum differs")
-            tokens = np.frombuffer(content, dtype=self._dtype.newbyteorder("<"), count=about["tokens"])
-            ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
+            tokens = np.frombuffer(content, dtype_of(self.vocab_size), count=about["tokens"])
+            ends = np.frombuffer(content, np.int64, count=about["documents"], offset=tokens.nbytes)
             counts = DocumentCounts(**about["counts"])
             return TokenisedUnit(tokens, ends, counts, sha256, float(about.get("replaced", 0)))
         except FileNotFoundError:
@@ -108,31 +105,22 @@ class UnitCache:
 
     def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
         """Keep the unit. Raises OSError if it cannot be written, as on a full disk; then there is none of it."""
-        assert tokenised.tokens.dtype == self._dtype, "the unit is of another vocabulary"
-        content = little_endian(tokenised.tokens).tobytes() + tokenised.ends.astype("<i8").tobytes()
         about = {
             "unit": unit.name,
-            "dtype": self._dtype.name,
+            "dtype": tokenised.tokens.dtype.name,
             "tokens": len(tokenised.tokens),
             "documents": len(tokenised.ends),
             "counts": tokenised.counts.as_dict(),
             "sha256": tokenised.sha256,
             "replaced": tokenised.replaced,
         }
-        path = self._path(unit)
-        write_whole(path.with_suffix(self._suffix), content)
-        write_whole(path.with_suffix(".json"), json.dumps(about).encode())
+        about_path, path = self._paths(unit)
+        write_whole(path, tokenised.tokens.tobytes() + tokenised.ends.tobytes())
+        write_whole(about_path, json.dumps(about).encode())
 
-    @property
-    def _dtype(self) -> np.dtype[np.unsignedinteger]:
-        return dtype_of(self.vocab_size)
-
-    @property
-    def _suffix(self) -> str:
-        return f".u{8 * self._dtype.itemsize}"
-
-    def _path(self, unit: Unit) -> Path:
-        return self.folder / unit.digest(self.tokenizer, FORMAT)[:32]
+    def _paths(self, unit: Unit) -> tuple[Path, Path]:
+        path = self.folder / unit.digest(self.tokenizer, FORMAT)[:32]
+        return path.with_suffix(".json"), path.with_suffix(f".u{8 * dtype_of(self.vocab_size).itemsize}")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -167,7 +155,6 @@ class UnitReader:
     source: Source | TokenFilesSource
     tokenizer: str
     cache: UnitCache | None
-    plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
     must_keep: bool = False  # a unit that the cache cannot take is an error, and not only read again in the next pass
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
@@ -193,15 +180,12 @@ class UnitReader:
 
 
 @dataclass(frozen=True)
-class MixedReader:
-    """Reads the units of several sources, each by the reader of its source's name."""
+class Readers:
+    """The readers of a run's sources, by name. `plugins`: the user's modules, which a worker process imports first."""
 
-    readers: dict[str, UnitReader]
+    by_source: dict[str, UnitReader]
     plugins: tuple[str, ...] = ()
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
-        """Read `unit`, as its source knows it. Raises UserError or DataSourceLost if the source does."""
-        return self.readers[unit.source](replace(unit, source=""))
-
-
-Reader = UnitReader | MixedReader
+        """Read `unit`, as its source knows it. Raises what its `UnitReader` does."""
+        return self.by_source[unit.source](replace(unit, source=""))

@@ -23,12 +23,20 @@ from gpt2_fp8.config.data_schema import (
     TokenFilesData,
 )
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
-from gpt2_fp8.data.files import FilesSource, StdlibSource
+from gpt2_fp8.data.files import FilesSource, StdlibSource, TokenFilesSource
 from gpt2_fp8.data.hub import HubSource
-from gpt2_fp8.data.mixing import Deal, MixedDeal, Mixing, Turns, column_count, lanes_of_share, whole_numbers
-from gpt2_fp8.data.order import Order, lane_count
+from gpt2_fp8.data.order import (
+    Deal,
+    MixedDeal,
+    Mixing,
+    Order,
+    Turns,
+    column_count,
+    lane_count,
+    lanes_of_share,
+    whole_numbers,
+)
 from gpt2_fp8.data.reader import UnitCache, UnitReader
-from gpt2_fp8.data.token_files import TokenFilesSource
 from gpt2_fp8.data.tokenizer import FileTokenizer, Tokenizer, fingerprint
 from gpt2_fp8.data.units import Corpus, Source, Unit
 from gpt2_fp8.runtime import registry
@@ -37,55 +45,59 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One source of a run's text, as it was asked for. The only source of a run has no name."""
-
-    reader: UnitReader
-    seed: int  # of its order
-    val_sequences: int
-    name: str = ""
-    weight: int = 1
-
-
-@dataclass(frozen=True)
 class SourceStream:
     """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
 
-    part: Part
+    name: str  # the only source of a run has none
+    reader: UnitReader
     corpus: Corpus
     order: Order
+    val_sequences: int
+    weight: int
     first_unit: int
     first_lane: int
-
-    @property
-    def name(self) -> str:
-        """Return the source's name; the only source of a run has none."""
-        return self.part.name
 
     def lanes(self) -> range:
         """Return the numbers of its lanes."""
         return range(self.first_lane, self.first_lane + self.order.lanes)
 
 
-def build_parts(config: TextOfARun, encoding: Tokenizer, plugins: tuple[str, ...]) -> list[Part]:
-    """Return every source that `config` names, sorted by name, with what reads it and its weight.
+def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: int) -> list[SourceStream]:
+    """Find the units of every source that `config` names, order them, and give the source its lanes. Sorted by name.
 
-    Raises UserError as `build_reader` does.
+    Raises UserError if text is missing, a cache cannot be used, no plugin has registered a source, or a source would
+    train on a file that another one validates with; DataSourceLost if a source does not answer.
     """
-    if not isinstance(config, MixtureData):
-        return [Part(build_reader(config, encoding, plugins), config.seed, config.val_sequences)]
-    weights = data_schema.weights_of(config)
-    parts = []
-    for (name, _), weight in zip(weights.items(), whole_numbers(weights.values()), strict=True):
-        source = config.sources[name]
+    sources: dict[str, Mixed] = {"": config} if not isinstance(config, MixtureData) else config.sources
+    shares = data_schema.weights_of(config) if isinstance(config, MixtureData) else {"": 1.0}
+    weights = dict(zip(shares, whole_numbers(shares.values()), strict=True))
+    streams: list[SourceStream] = []
+    first_unit = first_lane = 0
+    for name, weight in weights.items():
+        source = sources[name]
         with naming_source(name):
-            reader = build_reader(source, encoding, plugins)
-        parts.append(Part(reader, source.seed, source.val_sequences, name, weight))
-    return parts
+            reader = build_reader(source, encoding)
+            found: Corpus = reader.source.corpus()
+            train, val = ([replace(unit, source=name) for unit in units] for units in (found.train, found.val))
+            if not train:
+                raise UserError.of("the training text is too short: 0 tokens in 0 documents")
+        if isinstance(config, MixtureData):
+            lanes = lanes_of_share(column_count(global_batch_size), len(train), weight, sum(weights.values()))
+        else:
+            lanes = lane_count(global_batch_size, len(train))
+        order, corpus = Order(source.seed, len(train), lanes), Corpus(train, val, found.about)
+        streams.append(SourceStream(name, reader, corpus, order, source.val_sequences, weight, first_unit, first_lane))
+        first_unit, first_lane = first_unit + len(train), first_lane + lanes
+    if len(streams) > 1:
+        check_overlap(
+            [unit for stream in streams for unit in stream.corpus.train],
+            [unit for stream in streams if stream.val_sequences for unit in stream.corpus.val],
+        )
+    return streams
 
 
-def build_reader(config: Mixed, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
-    """Return what reads the units of the source that `config` names. `plugins`: modules that workers import first.
+def build_reader(config: Mixed, encoding: Tokenizer) -> UnitReader:
+    """Return what reads the units of the source that `config` names.
 
     Raises UserError if its cache cannot be used, or if no plugin has registered the source.
     """
@@ -95,7 +107,7 @@ def build_reader(config: Mixed, encoding: Tokenizer, plugins: tuple[str, ...]) -
         key = fingerprint(encoding) + (", joined" if joined else "")
         cache = UnitCache(Path(config.cache_dir).expanduser(), key, encoding.n_vocab)
         cache.check()
-    return UnitReader(build_source(config), config.tokenizer, cache, plugins)
+    return UnitReader(build_source(config), config.tokenizer, cache)
 
 
 def build_source(config: Mixed) -> Source | TokenFilesSource:
@@ -136,31 +148,12 @@ def naming_source(name: str) -> Iterator[None]:
         raise DataSourceLost(f"source {name}: {error}") from error
 
 
-# ---- units and lanes -------------------------------------------------------------------------------------------------
-
-
-def find_units(part: Part) -> Corpus:
-    """Find the units of a source. They have its name, by which `MixedReader` reads them."""
-    with naming_source(part.name):
-        corpus: Corpus = part.reader.source.corpus()
-    if not part.name:
-        return corpus
-    train, val = ([replace(unit, source=part.name) for unit in units] for units in (corpus.train, corpus.val))
-    return Corpus(train, val, corpus.about)
-
-
-def join_corpora(parts: list[Part], corpora: list[Corpus]) -> Corpus:
-    """Return the corpus of a run: its only source's, or the units of all sources in turn.
-
-    Raises UserError if a source would train on a file that another one validates with.
-    """
-    if len(corpora) == 1:
-        return corpora[0]
-    train = [unit for corpus in corpora for unit in corpus.train]
-    scored = [unit for part, corpus in zip(parts, corpora, strict=True) if part.val_sequences for unit in corpus.val]
-    check_overlap(train, scored)
-    about: dict[str, str | int] = {"kind": "mixture", "sources": ", ".join(part.name for part in parts)}
-    return Corpus(train, [unit for corpus in corpora for unit in corpus.val], about)
+def join_corpora(streams: list[SourceStream]) -> Corpus:
+    """Return the corpus of a run: its only source's, or the units of all sources in turn."""
+    if len(streams) == 1:
+        return streams[0].corpus
+    train, val = ([unit for stream in streams for unit in getattr(stream.corpus, side)] for side in ("train", "val"))
+    return Corpus(train, val, {"kind": "mixture", "sources": ", ".join(stream.name for stream in streams)})
 
 
 def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
@@ -183,25 +176,9 @@ def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
         )
 
 
-def order_units(parts: list[Part], corpora: list[Corpus], global_batch_size: int) -> list[SourceStream]:
-    """Order the units of every source, and give it its lanes."""
-    streams: list[SourceStream] = []
-    first_unit = first_lane = 0
-    for part, corpus in zip(parts, corpora, strict=True):
-        units = len(corpus.train)
-        if len(parts) == 1:
-            lanes = lane_count(global_batch_size, units)
-        else:
-            whole = sum(other.weight for other in parts)
-            lanes = lanes_of_share(column_count(global_batch_size), units, part.weight, whole)
-        streams.append(SourceStream(part, corpus, Order(part.seed, units, lanes), first_unit, first_lane))
-        first_unit, first_lane = first_unit + units, first_lane + lanes
-    return streams
-
-
 def build_deal(streams: list[SourceStream], global_batch_size: int, seed: int) -> Deal:
     """Return the deal of the sequences of global batches to the lanes of all sources."""
     if len(streams) == 1:
         return Turns(streams[0].order.lanes, global_batch_size)
-    mixing = Mixing([stream.part.weight for stream in streams], column_count(global_batch_size), seed)
+    mixing = Mixing([stream.weight for stream in streams], column_count(global_batch_size), seed)
     return MixedDeal(mixing, [stream.order.lanes for stream in streams], global_batch_size)

@@ -5,61 +5,39 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.mixing import MixedDeal
-from gpt2_fp8.data.prefetch import UnitPool
+from gpt2_fp8.data.order import MixedDeal
 from gpt2_fp8.data.progress import OVERFIT, Digests, Progress
-from gpt2_fp8.data.reader import MixedReader
-from gpt2_fp8.data.sources import (
-    Part,
-    SourceStream,
-    build_deal,
-    find_units,
-    join_corpora,
-    naming_source,
-    order_units,
-)
-from gpt2_fp8.data.units import Corpus, DocumentCounts, Tokens, Unit, little_endian
+from gpt2_fp8.data.reader import Readers
+from gpt2_fp8.data.sources import SourceStream, build_deal, build_streams, join_corpora, naming_source
+from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, fingerprint
+from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
+from gpt2_fp8.data.workers import UnitPool
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What decides the training batches beside their text.
-
-    Attributes:
-        n_positions: tokens of context; sequences have one more, the last target.
-        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
-        seed: of the order; of several sources, of the mixing.
-        overfit_batches: steps whose batches are trained on again and again; 0: the whole text is.
-    """
-
-    n_positions: int
-    global_batch_size: int
-    seed: int
-    overfit_batches: int = 0
 
 
 class TokenStream:
     """Reads units in one order, whatever the number of ranks and workers. Its state says how far training has come.
 
     Args:
-        parts: the sources, each with its reader; several have names, by which they are sorted.
-        num_workers: processes that read ahead; 0: this one reads.
-        shape: of the batches.
-        tokenizer: its fingerprint.
+        config: the `data` group.
+        encoding: its tokenizer.
+        n_positions: tokens of context; sequences have one more, the last target.
+        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
+        overfit_batches: steps whose batches are trained on again and again; 0: the whole text is.
+        plugins: modules that worker processes import before they read.
         on_read: is given each unit that was read, and its side, "training" or "validation".
+        must_keep: a unit that the cache cannot take is an error.
 
     Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
     validation's ids by source, int [sequences, n_positions + 1], of the sources that have any.
@@ -69,15 +47,19 @@ class TokenStream:
 
     def __init__(
         self,
-        parts: list[Part],
-        num_workers: int,
-        shape: Shape,
-        tokenizer: str,
+        config: TextOfARun,
+        encoding: Tokenizer,
+        n_positions: int,
+        global_batch_size: int,
+        overfit_batches: int = 0,
+        *,
+        plugins: tuple[str, ...] = (),
         on_read: Callable[[Unit, TokenisedUnit, str], None] | None = None,
+        must_keep: bool = False,
     ):
-        self.shape = shape
-        corpora = [find_units(part) for part in parts]
-        self.corpus = join_corpora(parts, corpora)
+        self.n_positions, self.overfit_batches = n_positions, overfit_batches
+        self.streams = build_streams(config, encoding, global_batch_size)
+        self.corpus = join_corpora(self.streams)
         digests = Digests(self.corpus)
 
         def note(unit: Unit, tokenised: TokenisedUnit) -> None:
@@ -85,73 +67,55 @@ class TokenStream:
             if on_read is not None:
                 on_read(unit, tokenised, "training" if is_training else "validation")
 
-        readers = {part.name: part.reader for part in parts}
-        only = parts[0].reader
-        reader = only if len(parts) == 1 else MixedReader(readers, only.plugins)
-        self.pool = UnitPool(reader, num_workers, note)
+        readers = {stream.name: replace(stream.reader, must_keep=must_keep) for stream in self.streams}
+        self.pool = UnitPool(Readers(readers, plugins), config.num_workers, note)
         self.val: dict[str, Tokens] = {}
         try:
-            self.streams = self._order(parts, corpora)
-            for part, corpus in zip(parts, corpora, strict=True):
-                if part.val_sequences:
-                    with naming_source(part.name):
-                        self.val[part.name] = read_validation(
-                            corpus.val, self.pool, shape.n_positions, part.val_sequences
-                        )
+            for stream in self.streams:
+                with naming_source(stream.name):
+                    check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], self.pool, n_positions)
+            for stream in self.streams:
+                if stream.val_sequences:
+                    with naming_source(stream.name):
+                        units, count = stream.corpus.val, stream.val_sequences
+                        self.val[stream.name] = read_validation(units, self.pool, n_positions, count)
         except BaseException:
             self.pool.close()
             raise
-        self.deal = build_deal(self.streams, shape.global_batch_size, shape.seed)
-        val = [little_endian(blocks) for blocks in self.val.values()]
+        self.deal = build_deal(self.streams, global_batch_size, config.seed)
+        val = [*self.val.values()]
         checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
-        self.progress = Progress(self._fingerprint(tokenizer), self.deal, digests, checksum)
-        self._log()
+        about = self._fingerprint(fingerprint(encoding), global_batch_size, config.seed)
+        self.progress = Progress(about, self.deal, digests, checksum)
+        for stream in self.streams:
+            said = ", ".join(f"{name} {value}" for name, value in stream.corpus.about.items())
+            named = f"{stream.name}, {self._share(stream):.4%} of the sequences: " if stream.name else ""
+            counts = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
+            log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, said, *counts)
 
-    def _order(self, parts: list[Part], corpora: list[Corpus]) -> list[SourceStream]:
-        """Order the units of every source, after a check that each has enough text."""
-        for part, corpus in zip(parts, corpora, strict=True):
-            with naming_source(part.name):
-                if not corpus.train:
-                    check_trainable([], self.pool, self.shape.n_positions)  # raises
-        streams = order_units(parts, corpora, self.shape.global_batch_size)
-        for stream in streams:
-            with naming_source(stream.name):
-                units = [stream.corpus.train[i] for i in stream.order.epoch(0)]
-                check_trainable(units, self.pool, self.shape.n_positions)
-        return streams
-
-    def _fingerprint(self, tokenizer: str) -> dict[str, str | int]:
+    def _fingerprint(self, tokenizer: str, global_batch_size: int, seed: int) -> dict[str, str | int]:
         """Return what decides the text and its order."""
-        shape = self.shape
         about: dict[str, str | int] = {
             "data": self.corpus.identity(),
             "tokenizer": tokenizer,
-            "n_positions": shape.n_positions,
-            "global_batch_size": shape.global_batch_size,
-            "seed": shape.seed,
+            "n_positions": self.n_positions,
+            "global_batch_size": global_batch_size,
+            "seed": seed,
             "lanes": self.deal.lanes,
-            OVERFIT: shape.overfit_batches,
+            OVERFIT: self.overfit_batches,
         }
         if len(self.streams) > 1:
             about["sources"] = len(self.streams)
             for stream in self.streams:
                 about[f"sources.{stream.name}"] = stream.corpus.identity()
-                about[f"sources.{stream.name}.seed"] = stream.part.seed
-                about[f"weights.{stream.name}"] = stream.part.weight
+                about[f"sources.{stream.name}.seed"] = stream.order.seed
+                about[f"weights.{stream.name}"] = stream.weight
                 about[f"lanes.{stream.name}"] = stream.order.lanes
         return about
 
-    def _log(self) -> None:
-        """Log what was found."""
-        for stream in self.streams:
-            units, lanes, sequences = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
-            about = ", ".join(f"{name} {value}" for name, value in stream.corpus.about.items())
-            named = f"{stream.name}, {float(self._share(stream)):.4%} of the sequences: " if stream.name else ""
-            log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, about, units, lanes, sequences)
-
-    def _share(self, stream: SourceStream) -> Fraction:
+    def _share(self, stream: SourceStream) -> float:
         """Return a source's share of the sequences."""
-        return Fraction(stream.part.weight, sum(other.part.weight for other in self.streams))
+        return stream.weight / sum(other.weight for other in self.streams)
 
     def batches(self, from_start: bool = False) -> tuple[int, Batches]:
         """Return the steps done, and this rank's batches from there on; with `from_start`, the very first ones."""
@@ -162,21 +126,32 @@ class TokenStream:
         for number in mine:
             stream = next(stream for stream in self.streams if number in stream.lanes())
             lanes[number] = Lane(
-                number - stream.first_lane, stream.order, stream.corpus.train, self.pool, self.shape.n_positions,
+                number - stream.first_lane, stream.order, stream.corpus.train, self.pool, self.n_positions,
                 lane_start() if from_start else self.progress.lanes[str(number)], ahead, stream.first_unit,
             )  # fmt: skip
         done = 0 if from_start else self.progress.step
-        return self.progress.step, Batches(lanes, self.deal, self.shape.n_positions, rank, world, done)
+        return self.progress.step, Batches(lanes, self.deal, self.n_positions, rank, world, done)
 
     def report(self) -> dict[str, Any]:
         """Describe, in plain values, the source, the documents that training has come to, and this rank's reading."""
-        return {
+        report: dict[str, Any] = {
             "source": dict(self.corpus.about),
             "units": len(self.corpus.train),
             "documents": self.progress.documents().as_dict(),
             "reading": asdict(self.pool.counts),
-            **({"sources": self._sources()} if len(self.streams) > 1 else {}),
         }
+        if used := self.used():
+            report["sources"] = {
+                stream.name: {
+                    **stream.corpus.about,
+                    "units": len(stream.corpus.train),
+                    "share": self._share(stream),
+                    "tokens": used[stream.name][0],
+                    "epochs": used[stream.name][1],
+                }
+                for stream in self.streams
+            }
+        return report
 
     def used(self) -> dict[str, tuple[int, float]]:
         """Return the tokens and the passes that training has used of each source of a mixture.
@@ -185,7 +160,7 @@ class TokenStream:
         """
         if not isinstance(self.deal, MixedDeal):
             return {}
-        sequences = self.deal.sequences(self.progress.step, self.shape.overfit_batches)
+        sequences = self.deal.sequences(self.progress.step, self.overfit_batches)
         mine = set(self.deal.of_rank(*rank_and_world()))
         found = {}
         for stream, count in zip(self.streams, sequences, strict=True):
@@ -194,28 +169,8 @@ class TokenStream:
                 lane["epoch"] + lane["position"] / stream.order.length(number - stream.first_lane)
                 for number, lane in lanes.items()
             ]
-            found[stream.name] = count * self.shape.n_positions, round(sum(passes) / len(passes), 4)
+            found[stream.name] = count * self.n_positions, round(sum(passes) / len(passes), 4)
         return found
-
-    def _sources(self) -> dict[str, dict[str, Any]]:
-        used = self.used()
-        return {
-            stream.name: {
-                **stream.corpus.about,
-                "units": len(stream.corpus.train),
-                "share": float(self._share(stream)),
-                "tokens": used[stream.name][0],
-                "epochs": used[stream.name][1],
-            }
-            for stream in self.streams
-        }
-
-    def say_documents(self) -> None:
-        """Log what was skipped or mended, if anything was."""
-        counts = self.progress.documents().as_dict()
-        odd = {name: count for name, count in counts.items() if count and name != "read"}
-        if odd:
-            log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
 
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
@@ -232,7 +187,7 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
         tokens, counts = tokens + len(tokenised.tokens), counts + tokenised.counts
         if tokens > n_positions:
             return
-    skipped = ", ".join(f"{n} {name}" for name, n in counts.as_dict().items() if n and name != "read")
+    skipped = counts.describe_odd()
     raise UserError.of(
         f"the training text is too short: {tokens} tokens in {counts.read} documents"
         f"{f' (and {skipped})' if skipped else ''}, but one sequence takes model.n_positions + 1 = {n_positions + 1}"

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
 from gpt2_fp8.config import tokenizer_file
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.config.tokenizer_file import Described
-from gpt2_fp8.data.units import Tokens, dtype_of, narrow_ids
 
 if TYPE_CHECKING:
     import tiktoken
@@ -71,6 +71,26 @@ class FileTokenizer:
 
 
 Tokenizer: TypeAlias = "tiktoken.Encoding | FileTokenizer"
+Tokens = npt.NDArray[np.unsignedinteger]  # uint16 or uint32, as `dtype_of` says
+
+
+def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 if all fit, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
+    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
+
+    A cast would turn an id that is too large into another one, and a GPU would read past the end of a table.
+    """
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        odd = int(ids.min() if ids.min() < 0 else ids.max())
+        raise UserError.of(
+            f"{printable(unit)}: its tokens have the id {odd} of a vocabulary of {vocab_size:,}",
+            "the tokenizer's files do not fit each other, or are damaged",
+        )
+    return ids.astype(dtype_of(vocab_size), copy=False)
 
 
 @cache
@@ -85,7 +105,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
-    """Return the ids of `text`, [n], in the dtype that `units.dtype_of` gives the vocabulary.
+    """Return the ids of `text`, [n], in the dtype that `dtype_of` gives the vocabulary.
 
     `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
     does not have.

@@ -1,73 +1,34 @@
-"""Token ids, the unit (the piece of a corpus that is read and tokenised at once), and the interface of a source."""
+"""The unit, the piece of a corpus that is read and tokenised at once: its documents, its tokens, and where it is from.
+
+A unit's tokens are its documents in their natural order. Each is followed by the end-of-text id, as in nanoGPT.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
+from gpt2_fp8.data.tokenizer import FileTokenizer, Tokenizer, Tokens, dtype_of, encode, narrow_ids
 
+PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
+
+# A unit may have this many broken lines, or this part of its lines. With more than both, the file is no text.
+MAX_BROKEN = 100
+MAX_BROKEN_PART = 0.1
+# With more replaced characters than both, a unit's text is in another encoding.
+MAX_REPLACED = 10
+MAX_REPLACED_PART = 0.001
 LOCAL_WAITS = (0.5, 2.0)  # seconds before each further attempt: for a passing error of a disk or a network mount
-
-Tokens = npt.NDArray[np.unsignedinteger]  # uint16 or uint32, as `dtype_of` says
-
-
-def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 if all fit, else uint32.
-
-    A batch has them as int32, so no vocabulary has more than 2^31. Raises ValueError for a larger one.
-    """
-    if not 0 < vocab_size <= 1 << 31:
-        raise ValueError(f"no vocabulary has {vocab_size:,} ids")
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
-    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
-
-    The check comes first: a cast would turn an id that is too large into another one, and a valid one. A GPU would read
-    and write past the end of a table for such an id.
-    """
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        odd = int(ids.min() if ids.min() < 0 else ids.max())
-        raise UserError.of(
-            f"{printable(unit)}: its tokens have the id {odd} of a vocabulary of {vocab_size:,}",
-            "the tokenizer's files do not fit each other, or are damaged",
-        )
-    return ids.astype(dtype_of(vocab_size), copy=False)
-
-
-def little_endian(tokens: Tokens) -> Tokens:
-    """Return `tokens` in the byte order of files and digests, on any machine."""
-    return tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-
-
-class TextFile(NamedTuple):
-    """A file of text, on this machine or on a hub."""
-
-    name: str
-    version: str  # changes when the text does
-    size: int
-    open: Callable[[], Any]  # for bytes
-
-    @staticmethod
-    def local(path: str | Path) -> TextFile:
-        """Return a file of this machine. Raises OSError."""
-        stat = Path(path).stat()
-        return TextFile(str(path), f"{stat.st_size} {stat.st_mtime_ns}", stat.st_size, lambda: open(path, "rb"))
-
-    def no_column(self, column: str, own: list[str]) -> UserError:
-        """Return the error of a file without text under `column`. `own`: its columns, of text if it has any."""
-        fix = f"set data.text_column to one of its own: {printable(', '.join(sorted(own)))[:300] or 'it has none'}"
-        return UserError.of(f"{printable(self.name)} has no text column {column!r}", fix)
 
 
 @dataclass(frozen=True)
@@ -114,7 +75,7 @@ class DocumentCounts:
     not_text: int = 0  # null, a number, or no such key
     broken: int = 0  # a line that is not a JSON object
     invalid_utf8: int = 0  # read, with the bytes in question replaced by U+FFFD
-    long: int = 0  # read, in pieces (`documents.cut`)
+    long: int = 0  # read, in pieces (`cut`)
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
         return DocumentCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -122,6 +83,10 @@ class DocumentCounts:
     def as_dict(self) -> dict[str, int]:
         """Return the counts for JSON."""
         return asdict(self)
+
+    def describe_odd(self) -> str:
+        """Return what was skipped or mended, as "2 empty, 1 broken"; "" if nothing was."""
+        return ", ".join(f"{count} {name}" for name, count in asdict(self).items() if count and name != "read")
 
 
 @runtime_checkable
@@ -140,3 +105,133 @@ class Source(Protocol):
         It keeps no state between calls, so a failed unit can be read again from its start.
         """
         ...
+
+
+@dataclass(frozen=True)
+class TokenisedUnit:
+    """A unit's documents in natural order.
+
+    `tokens`: uint16 or uint32 [n]. `ends`: int64 [documents], the index after each document's last token.
+    """
+
+    tokens: Tokens
+    ends: npt.NDArray[np.int64]
+    counts: DocumentCounts
+    sha256: str  # `checksum` of tokens and ends
+    replaced: float = 0.0  # which part of its characters is U+FFFD in place of bytes that are no UTF-8; 0 for a few
+
+    def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
+        """Return the tokens with the documents in `order` (int64 [documents])."""
+        assert len(order) == len(self.ends)
+        if len(order) < 2:
+            return self.tokens
+        starts = np.concatenate(([0], self.ends[:-1]))
+        return np.concatenate([self.tokens[starts[i] : self.ends[i]] for i in order])
+
+
+def tokenise(
+    documents: Iterable[bytes | str | object], unit: Unit, encoding: Tokenizer, counts: DocumentCounts
+) -> TokenisedUnit:
+    """Encode the `documents` that are text and on the unit's side of a held-out split.
+
+    Raises UserError if too many lines are broken, or if the encoding gives an id that it does not have.
+    """
+    dtype = dtype_of(encoding.n_vocab)
+    end_of_text = np.array([encoding.eot_token], dtype).tobytes()
+    ids, ends = bytearray(), array("q")
+    rows = characters = replaced = 0
+    for document in documents:
+        rows += 1
+        invalid = counts.invalid_utf8
+        text = clean(document, counts)
+        if text is None or not on_side(text, unit):
+            continue
+        counts.read += 1
+        characters += len(text)
+        if counts.invalid_utf8 > invalid:
+            was = document if isinstance(document, bytes) else str(document).encode(errors="replace")
+            replaced += text.count("\ufffd") - was.count("\ufffd".encode())
+        counts.long += len(text) > PIECE_CHARACTERS
+        for piece in _encode_pieces(text, encoding, unit.name):
+            ids += piece.tobytes()
+        ids += end_of_text
+        ends.append(len(ids) // dtype.itemsize)
+    if counts.broken > max(MAX_BROKEN, MAX_BROKEN_PART * (rows + counts.broken)):
+        raise UserError.of(
+            f"{printable(unit.name)}: {counts.broken} of {rows + counts.broken} lines are no JSON objects",
+            "repair the file, or leave it out",
+        )
+    tokens, stops = np.frombuffer(ids, dtype), np.array(ends, np.int64)
+    much = replaced > max(MAX_REPLACED, MAX_REPLACED_PART * characters)
+    return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops), replaced / characters if much else 0.0)
+
+
+def _encode_pieces(text: str, encoding: Tokenizer, unit: str) -> Iterator[Tokens]:
+    """Yield the ids of a text, of `PIECE_CHARACTERS` characters at a time."""
+    if len(text) > PIECE_CHARACTERS and isinstance(encoding, FileTokenizer) and encoding.pieces is not None:
+        for ids in encoding.pieces(text, PIECE_CHARACTERS):
+            yield narrow_ids(np.array(ids, dtype=np.uint32), encoding.n_vocab, unit)
+    else:
+        yield from (encode(encoding, piece, unit) for piece in cut(text))
+
+
+def of_ids(ids: Tokens, end_of_text: int) -> TokenisedUnit:
+    """Return ids that were read as they are, as a unit of one piece: a permutation of documents leaves them alone.
+
+    Each end-of-text id counts as a document.
+    """
+    counts = DocumentCounts(read=int(np.count_nonzero(ids == end_of_text)))
+    ends = np.array([len(ids)], dtype=np.int64)
+    return TokenisedUnit(ids, ends, counts, checksum(ids, ends))
+
+
+def checksum(tokens: Tokens, ends: npt.NDArray[np.int64]) -> str:
+    """Return the sha256 of a unit's tokens and ends."""
+    return hashlib.sha256(tokens.tobytes() + ends.tobytes()).hexdigest()
+
+
+def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:
+    """Return `document` as valid unicode, or None if there is nothing to train on. Either way it is counted."""
+    if not isinstance(document, bytes | str):
+        counts.not_text += 1
+        return None
+    if isinstance(document, bytes):
+        try:
+            text = document.decode()
+        except UnicodeDecodeError:
+            text = document.decode(errors="replace")
+            counts.invalid_utf8 += 1
+    else:
+        text = document
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates: from bytes that were no UTF-8, or from a "\\ud800" in JSON
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            counts.invalid_utf8 += 1
+    if not text or text.isspace():
+        counts.empty += 1
+        return None
+    return text
+
+
+def on_side(text: str, unit: Unit) -> bool:
+    """Return whether the document belongs to the unit's split. Its content decides, so all copies are on one side."""
+    if unit.side == "all":
+        return True
+    held_out = zlib.crc32(text.encode()) < unit.val_fraction * 2**32
+    return held_out == (unit.side == "val")
+
+
+def cut(text: str) -> Iterator[str]:
+    """Cut `text` into pieces of at most `PIECE_CHARACTERS` characters, before a space or a newline if there is one.
+
+    GPT-2's and Llama 3's own splitting also cuts before a single space, so such a cut does not change the tokens.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        most = start + PIECE_CHARACTERS
+        stop = max(text.rfind(" ", start + 1, most), text.rfind("\n", start + 1, most))
+        stop = stop if stop > start else most
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

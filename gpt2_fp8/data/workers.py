@@ -1,209 +1,192 @@
-"""Worker processes that read units. A thread of the parent serves each: it sends a unit and waits for the tokens.
+"""Units, read and tokenised ahead of need by worker processes, or by this one.
 
-A worker may be killed, end, or hang: for `LIFE_SECONDS` it neither answers nor uses CPU time. A new one then reads its
-unit again, and nothing else is lost. A unit on which several workers died is given up.
+Workers get units and return tokens. The use of the tokens is decided elsewhere, so neither the number of workers nor
+their death can change the order of samples. If a worker ends, its executor ends with it. The units that were asked for
+are then read by new ones, each when it is taken. A unit on which workers end repeatedly is given up.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import multiprocessing
-import pickle
+import os
 import signal
 import threading
 import time
-import traceback
-from concurrent.futures import Future
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
 from gpt2_fp8.config.errors import Problem, RunError
-from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.reader import Reader, WorkCounts
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.reader import Readers, WorkCounts
+from gpt2_fp8.data.units import TokenisedUnit, Unit
 from gpt2_fp8.runtime import registry
+from gpt2_fp8.runtime.signals import interruptible
 
 log = logging.getLogger(__name__)
 
-LIFE_SECONDS = 600.0  # longer than any wait before a retry, shorter than the process group's timeout
+KEEP_BYTES = 64 << 20  # of tokens: a corpus below 32 M tokens is tokenised once, and not in every epoch
 MAX_DEATHS = 3  # of workers on one unit
-_POLL_SECONDS = 1.0
+# They go to the whole process group: a terminal's Ctrl-C, a scheduler's signal. Only the parent ends its workers.
+_OF_THE_GROUP = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 
 Answer = tuple[TokenisedUnit, WorkCounts]
 
 
-class WorkerLost(Exception):
-    """A worker process has ended, or hangs; the message says how."""
+@dataclass(eq=False)
+class Ticket:
+    """A unit that was asked for."""
+
+    unit: Unit
+    future: Future[Answer] | None = None  # None: read when taken
 
 
-class WorkerPool:
-    """Up to `number` workers, started when there is work. `counts.worker_deaths` counts the replaced ones.
+@dataclass
+class UnitPool:
+    """Tokenised units, read by `num_workers` processes (0: by this one, when they are taken)."""
 
-    Call `close` at the end; the interpreter's exit does it too.
-    """
+    readers: Readers
+    num_workers: int
+    on_read: Callable[[Unit, TokenisedUnit], None] | None = None  # is given each unit that was read
+    counts: WorkCounts = field(default_factory=WorkCounts)
+    _workers: Workers | None = None
+    _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
 
-    def __init__(self, reader: Reader, number: int, counts: WorkCounts):
-        self.number, self.counts = number, counts
-        self.workers: list[Worker] = []
-        self._reader = pickle.dumps(reader)
-        self._jobs: SimpleQueue[tuple[Unit, Future[Answer]] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)  # threads that wait for a job
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of `workers`, `counts` and `_closing`
-        self._closing = False
-        resource_tracker.ensure_running()  # in this thread: starting it unblocks signals in the thread that does so
-        atexit.register(self.close)  # runs before multiprocessing's own, which would wait for the workers
+    def ask(self, unit: Unit) -> Ticket:
+        """Have `unit` read, without waiting."""
+        if not self.num_workers or unit in self._kept:
+            return Ticket(unit)
+        return Ticket(unit, self._submit(unit))
 
-    def submit(self, unit: Unit) -> Future[Answer]:
-        """Have `unit` read. The future raises the reader's errors, and RunError if workers die of the unit."""
-        future: Future[Answer] = Future()
-        self._jobs.put((unit, future))
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self.number:
-            thread = threading.Thread(target=self._serve, name="data worker", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return future
+    def take(self, ticket: Ticket) -> TokenisedUnit:
+        """Return the tokens of the ticket's unit. It waits for them, and a signal may end the wait (Interrupted).
+
+        Raises what the reader and `on_read` do, and RunError if workers died repeatedly while reading it.
+        """
+        unit = ticket.unit
+        if ticket.future is None and unit in self._kept:
+            return self._keep(unit, self._kept[unit])
+        with interruptible():
+            tokenised, counts = self.readers(unit) if ticket.future is None else self._wait(unit, ticket.future)
+        self.counts.units += counts.units
+        self.counts.cache_hits += counts.cache_hits
+        self.counts.retries += counts.retries
+        if self.on_read is not None:
+            self.on_read(unit, tokenised)
+        return self._keep(unit, tokenised)
+
+    def read(self, units: list[Unit], what: str) -> Iterator[TokenisedUnit]:
+        """Yield the tokens of `units` in turn, reading ahead for all workers. `what`: for the log, if it takes long."""
+        progress = ProgressLog(what, len(units))
+        rest = iter(units)
+        ahead: deque[Ticket] = deque()
+        for done in range(len(units)):
+            ahead.extend(map(self.ask, islice(rest, self.num_workers + 1 - len(ahead))))
+            progress.at(done)
+            yield self.take(ahead.popleft())
 
     def close(self) -> None:
-        """End the processes without waiting for their reads."""
-        atexit.unregister(self.close)
-        with self._lock:
-            self._closing = True
-            for worker in self.workers:
-                worker.process.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        """End the worker processes, without waiting for their reads. The pool can be used again."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
 
-    def _serve(self) -> None:
-        """Run one thread: have jobs read by a worker of its own, and replace that when it is lost."""
-        # The worker inherits the mask. A Ctrl-C, or a scheduler's signal to the whole group, must not reach it, even
-        # before it can ignore it itself.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
-        worker: Worker | None = None
-        while (job := self._jobs.get()) is not None:
-            unit, future = job
-            if future.set_running_or_notify_cancel():
-                worker = self._read(worker, unit, future)
-            self._idle.release()
-        self._bury(worker)
+    def _submit(self, unit: Unit) -> Future[Answer]:
+        """Have a worker read `unit`. New ones take the place of workers that have ended."""
+        self._workers = self._workers or Workers(self.readers, self.num_workers)
+        try:
+            return self._workers.submit(unit)
+        except BrokenExecutor:
+            log.warning("data: a worker process ended; new ones take the place of all")
+            self.counts.worker_deaths += 1
+            self.close()
+            return self._submit(unit)
 
-    def _read(self, worker: Worker | None, unit: Unit, future: Future[Answer]) -> Worker | None:
-        """Have a unit read, by another worker when one is lost. Returns the worker that is left, if any."""
-        for _ in range(MAX_DEATHS + 1):
+    def _wait(self, unit: Unit, future: Future[Answer]) -> Answer:
+        """Wait for a unit. It is read again, then alone, if a worker has ended."""
+        for _ in range(MAX_DEATHS):
             try:
-                worker = worker or self._start()
-                future.set_result(worker.read(unit))
-                return worker
-            except WorkerLost as lost:
-                self._bury(worker)
-                worker, how = None, str(lost)
-                if self._closing:
-                    future.set_exception(RunError("the worker processes were ended"))
-                    return None
-                log.warning("data: a worker process %s while it read %s", how, unit.name)
-            except Exception as error:
-                future.set_exception(error)
-                return worker
-        cause = f"{MAX_DEATHS + 1} worker processes ended while reading {unit.name}; the last one {how}"
-        remedy = "data.num_workers=0 reads without workers, and shows where it happens"
-        future.set_exception(RunError(str(Problem(cause, remedy))))
-        return None
+                return future.result()
+            except BrokenExecutor:
+                future = self._submit(unit)
+        try:
+            return future.result()
+        except BrokenExecutor:
+            cause = f"{MAX_DEATHS + 1} worker processes ended while reading {unit.name}"
+            remedy = "data.num_workers=0 reads without workers, and shows where it happens"
+            raise RunError(str(Problem(cause, remedy))) from None
 
-    def _start(self) -> Worker:
-        with self._lock:
-            if self._closing:
-                raise WorkerLost("was ended")
-            worker = Worker(self._reader)
-            self.workers.append(worker)
-            return worker
-
-    def _bury(self, worker: Worker | None) -> None:
-        """End a worker, and count its death unless this pool ends."""
-        if worker is not None:
-            worker.end()
-            with self._lock:
-                self.workers.remove(worker)
-                self.counts.worker_deaths += not self._closing
+    def _keep(self, unit: Unit, tokenised: TokenisedUnit) -> TokenisedUnit:
+        """Keep the units that were used last, up to `KEEP_BYTES`."""
+        self._kept[unit] = tokenised
+        self._kept.move_to_end(unit)
+        while sum(u.tokens.nbytes for u in self._kept.values()) > KEEP_BYTES:
+            self._kept.popitem(last=False)
+        return tokenised
 
 
-class Worker:
-    """A process, and the parent's end of its pipe."""
+class Workers:
+    """Up to `number` processes. They end with this one, and when the pipe that they wait at is closed."""
 
-    def __init__(self, reader: bytes):
+    def __init__(self, readers: Readers, number: int):
         context = multiprocessing.get_context("spawn")  # never fork: CUDA and threads do not survive it
-        self._pipe, its = context.Pipe()
-        self.process = context.Process(target=serve, args=(its, reader), daemon=True)
-        self.process.start()
-        its.close()  # with this copy open, the end of the process would not be noticed
+        theirs, self._lifeline = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(number, context, _begin, (theirs, readers))
+        resource_tracker.ensure_running()  # starting it unblocks signals
 
-    def read(self, unit: Unit) -> Answer:
-        """Have a unit read, and wait for it. Raises what the reader raises, and WorkerLost."""
+    def submit(self, unit: Unit) -> Future[Answer]:
+        """Have a unit read. Raises BrokenExecutor if a process has ended."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)  # processes that it starts inherit the mask
         try:
-            self._pipe.send(unit)
-            used, since = -1, 0.0
-            while not self._pipe.poll(_POLL_SECONDS):
-                if (now := _cpu_time(self.process.pid)) != used:
-                    used, since = now, time.monotonic()
-                elif time.monotonic() - since > LIFE_SECONDS:
-                    raise WorkerLost(f"showed no life for {LIFE_SECONDS:.0f} s")
-            answer = self._pipe.recv()
-        except (EOFError, OSError):
-            self.process.join(1.0)
-            raise WorkerLost(self._how_it_ended()) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            return self._executor.submit(_read, unit)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def end(self) -> None:
-        """Kill it, and wait a moment: in an uninterruptible read it stays until that ends."""
-        self.process.kill()
-        self.process.join(5.0)
-        self._pipe.close()
-
-    def _how_it_ended(self) -> str:
-        code = self.process.exitcode
-        if code is None:
-            return "closed its pipe"
-        return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    def close(self) -> None:
+        """End the processes in the midst of their work."""
+        self._lifeline.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _cpu_time(pid: int | None) -> int:
-    """Return the CPU time that a process has used, in the kernel's ticks; 0 where there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+# ---- in a worker process ---------------------------------------------------------------------------------------------
+
+_readers: Readers
 
 
-def serve(pipe: Connection, reader: bytes) -> None:
-    """Run a worker process: read units until the pipe closes. `reader`: a pickled Reader."""
-    # These signals go to the whole process group. Only the parent ends its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    read: Reader = pickle.loads(reader)
-    registry.load(read.plugins, Path.cwd())
-    try:
-        while True:
-            pipe.send(_answer(read, pipe.recv()))
-    except (EOFError, OSError):  # the parent has ended
-        pass
+def _begin(lifeline: Connection, readers: Readers) -> None:
+    global _readers
+    _readers = readers
+    registry.load(readers.plugins, Path.cwd())
+    threading.Thread(target=_exit_with_parent, args=[lifeline], daemon=True).start()
 
 
-def _answer(read: Reader, unit: Unit) -> Answer | Exception:
-    try:
-        return read(unit)
-    except Exception as error:
-        if not isinstance(error, RunError):
-            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
-        error.__cause__ = error.__context__ = None
-        try:
-            copy: Exception = pickle.loads(pickle.dumps(error))
-            return copy
-        except Exception:  # an exception is built again from its text, which not every class accepts
-            return RuntimeError(f"{type(error).__name__}: {error}")
+def _exit_with_parent(lifeline: Connection) -> None:
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()  # nothing is sent: it waits for the end of the pipe
+    os._exit(1)
+
+
+def _read(unit: Unit) -> Answer:
+    return _readers(unit)
+
+
+class ProgressLog:
+    """Logs how many of `total` are done: after `FIRST_SECONDS`, and then every `EVERY_SECONDS`."""
+
+    FIRST_SECONDS, EVERY_SECONDS = 3.0, 15.0
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total = what, total
+        self._next = time.monotonic() + self.FIRST_SECONDS
+
+    def at(self, done: int) -> None:
+        """Log that `done` are done, if a line is due."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self.EVERY_SECONDS
+            log.info("data: %s: %s of %s", self.what, f"{done:,}", f"{self.total:,}")

@@ -25,8 +25,8 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.programs import EvaluateConfig, Item
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.prefetch import ProgressLog
 from gpt2_fp8.data.tokenizer import Tokenizer, text_bytes
+from gpt2_fp8.data.workers import ProgressLog
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.fp8.resolve import Plan, as_before, resolve
 from gpt2_fp8.runtime import devices, registry

@@ -15,10 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.mixing import Turns
-from gpt2_fp8.data.order import Order, lane_count
+from gpt2_fp8.data.order import Order, Turns, lane_count
+from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit
 from tests.data.hub import Hub
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +96,6 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
             return unit
 
         def take(self, unit: Any) -> TokenisedUnit:
-            from gpt2_fp8.data.units import DocumentCounts
-
             parts = [np.frombuffer(text.encode() + b"\0", np.uint8).astype(np.uint16) for text in unit]
             tokens = np.concatenate(parts)
             tokens[tokens == 0] = 256

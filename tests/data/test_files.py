@@ -13,12 +13,11 @@ import pytest
 
 from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import tokenise
+from gpt2_fp8.data import datamodule, formats
 from gpt2_fp8.data.files import TRAIN_MODULES, VAL_MODULES, FilesSource, StdlibSource
 from gpt2_fp8.data.reader import with_retries
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit, tokenise
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(200)]
@@ -111,7 +110,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         FilesSource([], [], 0.0).corpus()
 
 
-def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
+def test_validation_is_the_same_on_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     made = module(files_config(path, val_fraction=0.2, val_sequences=10))
     first, second = ([batch["ids"].numpy() for batch in made.val_dataloader()] for _ in range(2))
@@ -121,6 +120,11 @@ def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
     assert (rows[10:] == -1).all()
     assert (rows[:10] >= 0).all()
     assert np.array_equal(rows[1:10, 0], rows[:9, -1])  # natural order, each starts with the last one's last target
+    for rank in (0, 1):
+        monkeypatch.setattr(datamodule, "rank_and_world", lambda rank=rank: (rank, 2))
+        (one, other) = (batch["ids"].numpy() for batch in made.val_dataloader())
+        assert np.array_equal(np.concatenate([one, other])[:5], rows[rank:10:2])
+        assert (other[1:] == -1).all(), "every rank has as many items of one shape"
     assert module(files_config(path)).val_dataloader() == []
     with pytest.raises(UserError, match="validation text is too short"):
         module(files_config(path, val_sequences=10))

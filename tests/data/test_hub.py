@@ -25,7 +25,6 @@ def test_compressed_lines_through_workers(client: Client) -> None:
     answer = client.ask({**PAJAMA, "num_workers": 1})
     assert answer["sha"] == expected(TEXTS)
     assert answer["workers"] == 1
-    assert not answer["torch_in_worker"]  # hundreds of MB and seconds of each worker's start
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_fp8.data.mixing import LARGEST, MixedDeal, Mixing, column_count, lanes_of_share, whole_numbers
+from gpt2_fp8.data.order import LARGEST, MixedDeal, Mixing, column_count, lanes_of_share, whole_numbers
 
 
 def depth(sources: int) -> int:

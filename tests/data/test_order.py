@@ -12,8 +12,7 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.mixing import lanes_of
-from gpt2_fp8.data.order import lane_count, permutation
+from gpt2_fp8.data.order import lane_count, lanes_of, permutation
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 
 

@@ -13,12 +13,10 @@ import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import checks, tokenizer_file
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data import documents, tokenizer
-from gpt2_fp8.data.documents import tokenise
+from gpt2_fp8.data import units
 from gpt2_fp8.data.tokenizer import encode, fingerprint, llama3_special_tokens, load_file, load_tokenizer
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit, tokenise
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.tokenizers_made import RANKS, write_json, write_ranks, write_trained
 
@@ -95,7 +93,7 @@ def test_a_long_document_has_the_ids_of_one_go(tmp_path: Path, kind: str, monkey
     """Also where a run of blanks, or of what no token has, is longer than a piece and what is read around it."""
     tokenizer = load_file(str(write_trained(tmp_path, kind, CODE)))
     for text in (CODE, "a" + " " * 20_000 + "b\n\n" + CODE[:9000] + "\u2603" * 20_000 + CODE[:9000]):
-        monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
+        monkeypatch.setattr(units, "PIECE_CHARACTERS", 300)
         made = tokenise([text], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
         whole = tokenizer.encode_ordinary(text)
         if text is CODE:
@@ -103,31 +101,13 @@ def test_a_long_document_has_the_ids_of_one_go(tmp_path: Path, kind: str, monkey
         assert tokenizer.decode(made.tokens[:-1].tolist()).count("def") == tokenizer.decode(whole).count("def") > 10
 
 
-def test_a_run_with_a_blank_at_each_cut_is_not_continued_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As earlier versions cut long documents; no cache of theirs is read."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
-    folder, corpus = write_trained(tmp_path / "t", "llama", CODE), write_jsonl(tmp_path / "a.jsonl", [CODE])
-    config = files_config(corpus, tokenizer=str(folder), cache_dir=str(tmp_path / "cache"))
-    with monkeypatch.context() as earlier:
-        earlier.setattr(tokenizer, "_json", lambda *of, now=tokenizer._json: (*now(*of)[:2], None))
-        load_tokenizer.cache_clear()
-        before = module(config)
-        items(before, 4)
-        state = before.state_dict()
-    load_tokenizer.cache_clear()
-    with pytest.raises(UserError, match="the text changed under this run"):
-        module(config).load_state_dict(state)
-
-
 def test_a_byte_level_tokenizer_keeps_the_ids_that_it_gave_to_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_file(str(write_trained(tmp_path, "bytes", CODE)))
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
+    monkeypatch.setattr(units, "PIECE_CHARACTERS", 300)
     made = tokenise([CODE], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
-    pieces = [i for piece in documents.cut(CODE) for i in tokenizer.encode_ordinary(piece)]
+    pieces = [i for piece in units.cut(CODE) for i in tokenizer.encode_ordinary(piece)]
     assert made.tokens.tolist() == [*pieces, tokenizer.eot_token]
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import MAX_BROKEN
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import MAX_BROKEN, DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXT = "some words of a document, and some more; "
@@ -163,7 +162,7 @@ def test_damage_anywhere_in_a_file_is_read_or_refused(tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("line", "read"),
     [
-        ('{"text": "T", "n": -' + "1" * 5000 + "}", "T"),  # more digits than Python takes
+        ('{"text": "T", "n": -' + "1" * 5000 + "}", None),  # more digits than Python takes
         ('{"text": "T", "n": [NaN, Infinity, 1e999999]}', "T"),
         ('{"text": "\\u0000T\\ufeff"}', "\0T\ufeff"),
         ('  {"text": "T"}\t\r', "T"),

@@ -108,7 +108,7 @@ class TwoBadSteps(Faults):
 def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_continued(tmp_path, caplog):
     """It comes in the wait for step 9's data; that step 8 was one too many is known when it is to be saved."""
     keys = ["callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=100"]
-    items = Steps._items
+    items = Steps.__iter__
 
     def interrupted(self):
         for item in items(self):
@@ -118,7 +118,7 @@ def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_c
             yield item
 
     with going_wrong(TwoBadSteps()) as patch:
-        patch.setattr(Steps, "_items", interrupted)
+        patch.setattr(Steps, "__iter__", interrupted)
         with pytest.raises(Stopped):
             train(tmp_path / "run", *QUIET, *keys)
     assert summary(tmp_path / "run")["exit_code"] == 143

@@ -13,8 +13,8 @@ import pytest
 
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.data import prefetch as workers_module
-from gpt2_fp8.data.prefetch import UnitPool
+from gpt2_fp8.data import workers as workers_module
+from gpt2_fp8.data.workers import UnitPool
 from gpt2_fp8.runtime import slurm
 from tests import forkserver
 from tests.callbacks.tiny_run import At, kill, rows, run
@@ -239,7 +239,7 @@ def blocks_after(step, steps, take):
         if ticket.future is not None:
             ticket.future = Future()
         self._kept.clear()
-        self.reader = lambda unit: time.sleep(60)
+        self.readers = lambda unit: time.sleep(60)
         return take(self, ticket)
 
     return blocked

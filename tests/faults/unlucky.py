@@ -23,9 +23,5 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_stopped():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def fail():
     raise AssertionError("no such luck")

@@ -42,14 +42,14 @@ from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data.datamodule import Steps
 from gpt2_fp8.runtime.collectives import rank_and_world
 
-items = Steps._items
-def _items(self):
+items = Steps.__iter__
+def __iter__(self):
     for item in items(self):
         if item["cursor"]["step"] == 4 and rank_and_world()[0] == 1:
             raise DataSourceLost("cannot read anything")
         yield item
 
-Steps._items = _items
+Steps.__iter__ = __iter__
 """
 SLOW_SUMMARY = """
 write = Summary.write
