@@ -75,9 +75,6 @@ def test_the_first_line_comes_before_torch(tmp_path):
     assert re.fullmatch(STAMP.pattern + r"gpt2_fp8 \S+: loading torch, some seconds\n", done.stdout)
 
 
-# ---- terminals ---------------------------------------------------------------------------------------------------
-
-
 def bars(terminal):
     return [row for row in terminal.text if BAR.match(row)]
 

@@ -12,7 +12,6 @@ from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import twin_of
 from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, resolve
-from gpt2_fp8.fp8.scaling import PASSES
 from gpt2_fp8.fp8.state import capture
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
@@ -83,22 +82,6 @@ def test_gradients_are_the_plain_steps():
     loss = accumulate(batch(), config.micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
     assert_bit_equal(step(of), (loss, {name: p.grad for name, p in model.named_parameters()}))
     assert all(torch.count_nonzero(p.grad) for p in model.parameters())
-
-
-def test_loss_is_the_models_mean_times_the_scale():
-    of = build(composed())
-    loss = of.loss(batch())
-    torch.testing.assert_close(loss, loss_of(of.model)(batch()), rtol=0, atol=0)
-    torch.testing.assert_close(of.loss(batch(), None, 0.25), loss * 0.25)
-
-
-def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
-    of, seen = with_scales(), []
-    loss = of.loss
-    monkeypatch.setattr(of, "loss", lambda ids, *rest: seen.append(len(ids)) or loss(ids, *rest))
-    of.calibrate(batch(), MICRO)
-    assert seen == [4] * PASSES
-    assert all(p.grad is None for p in of.model.parameters())
 
 
 # A step that has to begin again

@@ -47,8 +47,6 @@ def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
         assert torch.equal(found[1][name], expected), name
 
 
-# ---- gradients ahead of a verdict ------------------------------------------------------------------------------------
-
 STEPS = 6
 
 

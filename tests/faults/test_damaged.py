@@ -165,9 +165,6 @@ def test_a_run_continues_from_version_1(run):
     assert files.read_manifest(checkpoint(run, 12))["version"] == 3
 
 
-# ---- whole, and of no use for this run ---------------------------------------------------------------------------
-
-
 def written(path, change):
     """The checkpoint `path` again, with its state changed."""
     state = files.read(path)

@@ -44,9 +44,6 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-# ---- the text --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.zst", "a.parquet"])
 def test_55_a_document_that_is_empty_broken_or_no_text_is_skipped_and_counted(tmp_path: Path, name: str) -> None:
     bad = b"caf\xe9 and more"
@@ -129,9 +126,6 @@ def test_63_no_text_to_validate_on_is_refused(tmp_path: Path) -> None:
     assert module(files_config(path)).val_dataloader() == []  # none was wanted
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
-
-
 def damaged(whole: bytes, rng: random.Random) -> bytes:
     content = bytearray(whole)
     at, size = rng.randrange(len(content)), rng.choice([1, 1, 8, 200])
@@ -155,9 +149,6 @@ def test_damage_anywhere_in_a_file_is_read_or_refused(tmp_path: Path, kind: str)
             made = module(files_config(write(path, damaged(whole, rng))))
             for unit in made.text.corpus.train:
                 made.text.pool.take(made.text.pool.ask(unit))
-
-
-# ---- odd files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

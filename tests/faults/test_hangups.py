@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LONG = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "trainer.max_steps=4000", "run_name=run"]
 
-# ---- lost in start-up --------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time
@@ -79,9 +78,6 @@ def test_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path):
     assert not (tmp_path / "outputs/run/.lock").exists()
 
 
-# ---- terminals ---------------------------------------------------------------------------------------------------
-
-
 def test_a_terminal_that_is_closed(tmp_path):
     """Whoever writes to it from then on gets an error: the progress bar, the log, the run's last word."""
     child, terminal = pty.fork()
@@ -108,8 +104,6 @@ def drain(terminal):
     except OSError:
         pass
 
-
-# ---- the benchmark -----------------------------------------------------------------------------------------------
 
 BENCH = """
 import os, signal, sys, time

@@ -96,9 +96,6 @@ def test_a_damaged_log_is_put_aside_whole(tmp_path: Path, damage: str, caplog: p
     assert "is damaged (" in caplog.text
 
 
-# ---- what cannot be written --------------------------------------------------------------------------------------
-
-
 def test_a_log_on_the_terminal_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     words = [*SMALL, "callbacks.progress_bar=true", "hydra.run.dir=run"]
     script = 'exec {gone}> >(:); sleep 0.2; exec "$@" >&$gone 2>&1'  # a pipe whose reader has left

@@ -1,19 +1,15 @@
 """Faults 29 to 37: numbers that are not finite, and training that diverges. FP8 is pretended: see `pretended`."""
 
 import logging
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
 from gpt2_fp8.checkpoint.files import read, read_weights
-from gpt2_fp8.config.errors import Diverged, Stopped
-from gpt2_fp8.data.datamodule import Steps
+from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.schedule import learning_rate_factor
-from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.ranks import TWO, run
@@ -91,42 +87,6 @@ def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path):
     assert happened(folders[1]) == [(step, "rerun") for step in (2, 5, 8, 10, 12)]
     assert_same_checkpoint(*(checkpoint(folder, 12) for folder in folders))
     assert metrics(folders[0])["val_loss"] == metrics(folders[1])["val_loss"]
-
-
-class TwoBadSteps(Faults):
-    """7 and 8, in any precision, once."""
-
-    left = 5  # a pass in FP8 and one in bf16 each; 8's in FP8 twice, since that ahead of 7's verdict is taken back
-
-    def loss(self, module, step, precision):
-        if step not in (7, 8) or not self.left:
-            return 1.0
-        self.left -= 1
-        return NAN
-
-
-def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_continued(tmp_path, caplog):
-    """It comes in the wait for step 9's data; that step 8 was one too many is known when it is to be saved."""
-    keys = ["callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=100"]
-    items = Steps._items
-
-    def interrupted(self):
-        for item in items(self):
-            if item["cursor"]["step"] == 9:
-                with signals.interruptible():
-                    os.kill(os.getpid(), signal.SIGTERM)
-            yield item
-
-    with going_wrong(TwoBadSteps()) as patch:
-        patch.setattr(Steps, "_items", interrupted)
-        with pytest.raises(Stopped):
-            train(tmp_path / "run", *QUIET, *keys)
-    assert summary(tmp_path / "run")["exit_code"] == 143
-    assert "step 8 is not saved, continuing will come to it again" in caplog.text
-    with going_wrong(TwoBadSteps()):
-        train(tmp_path / "run", "ckpt_path=last", *QUIET, *keys)
-    assert happened(tmp_path / "run") == [(7, "skip"), (8, "skip"), (8, "rollback")]
-    assert summary(tmp_path / "run")["steps"] == 12
 
 
 def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(tmp_path):

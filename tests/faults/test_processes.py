@@ -9,8 +9,6 @@ from gpt2_fp8.data.reader import UnitReader
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.faults.unlucky import Once, be_killed, be_stopped, fail
 
-# ---- workers -----------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

@@ -34,7 +34,6 @@ from tests.runs import (
     record_steps,
     summary,
     train,
-    train_until,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -60,9 +59,6 @@ def until(condition, seconds=30):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
-
-
-# ---- 01 to 03: kills -------------------------------------------------------------------------------------------------
 
 
 def kill(folder, kills, what):
@@ -111,9 +107,6 @@ def test_03_killed_between_rename_and_pointer_there_is_an_old_or_a_new_one(tmp_p
     writer.save(state(2), at(2))
     assert list(pointers.steps(tmp_path)) == [2]
     assert files.read(find.resolve("last", tmp_path))["state_dict"]["w"][0] == 2
-
-
-# ---- 04, 05: disks that are full -------------------------------------------------------------------------------------
 
 
 def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch):
@@ -184,8 +177,6 @@ def test_05_an_fsync_that_fails_is_a_save_that_failed(tmp_path, monkeypatch, cap
     assert f"step 2 could not be saved, training goes on: [Errno {errno.EIO}]" in caplog.text
 
 
-# ---- 18 to 22: resuming ----------------------------------------------------------------------------------------------
-
 SHORT = [*SMALL, "trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2",
          "micro_batch_size=2", "model.dropout=0.1"]  # fmt: skip
 
@@ -203,14 +194,6 @@ def whole(tmp_path_factory):
 def assert_as_whole(folder, steps, whole):
     assert steps == whole[1]
     assert_same_checkpoint(checkpoint(folder, 6), checkpoint(whole[0], 6))
-
-
-def test_18_three_legs_with_and_without_workers_are_one_run(tmp_path, monkeypatch, whole):
-    steps = record_steps(monkeypatch)
-    train_until(2, tmp_path / "run", base=SHORT)
-    train_until(4, tmp_path / "run", "ckpt_path=last", "data.num_workers=2", base=SHORT)
-    train(tmp_path / "run", "ckpt_path=last", base=SHORT)
-    assert_as_whole(tmp_path / "run", steps, whole)
 
 
 def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog, whole):
@@ -258,17 +241,12 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
     assert_as_whole(tmp_path / "run", steps, whole)
 
 
-# ---- 24: the best ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
     _, _, tiers = tiny_run.run(tmp_path, val_losses={4: bad, 8: 2.0, 12: bad})
     assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
     assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
 
-
-# ---- 26, 27: folders -------------------------------------------------------------------------------------------------
 
 HOLD = "import sys; from pathlib import Path; from gpt2_fp8.checkpoint.lock import lock_run\n"
 HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -310,9 +288,6 @@ def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monke
     setup.check_room(compose.preflight(SMALL)[0], tmp_path, epochs=0)
     with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free"):
         setup.check_room(compose.preflight(["model=gpt2", "data.tokenizer=gpt2"])[0], tmp_path, epochs=0)
-
-
-# ---- 28: leaving while something is being written --------------------------------------------------------------------
 
 
 LEAVE = """

@@ -78,9 +78,6 @@ def test_41_43_a_signal_finishes_the_step_and_the_run_goes_on_later(tmp_path, wh
     continues_like(whole, tmp_path)
 
 
-# ---- SLURM -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
     """A job of SLURM's, with a `scontrol` that writes down how it is called; returns where."""
@@ -202,9 +199,6 @@ def test_44_a_run_without_a_name_goes_on_in_the_next_turn_of_its_job(tmp_path):
     assert list((tmp_path / "outputs").iterdir()) == [folder]
 
 
-# ---- phases ------------------------------------------------------------------------------------------------------
-
-
 def test_45_in_a_wait_for_a_unit(tmp_path, monkeypatch):
     """The real data: what blocks is the reading of a unit, in this process or in a worker. Nothing of it is lost."""
     folder = tmp_path / "text"
@@ -260,55 +254,6 @@ def test_45_in_a_save(tmp_path, whole, monkeypatch):
     assert stopped.value.exit_code == 143
     assert last_step(tmp_path) >= 4
     continues_like(whole, tmp_path)
-
-
-START_UP = """
-import signal, sys, time
-
-def wait(*_, **__):
-    print("waiting", flush=True)
-    try:
-        time.sleep(60)
-    except Exception:  # as whoever tries something again does
-        time.sleep(60)
-
-{patch}
-from gpt2_fp8 import run
-if __name__ == "__main__":
-    sys.exit(run.main(sys.argv[1:]))
-"""
-PATCHES = {
-    "imports": "import builtins\noriginal = builtins.__import__\n"
-    "builtins.__import__ = lambda name, *a: wait() if name == 'torch' else original(name, *a)",
-    "data": "from gpt2_fp8.data.datamodule import TokenDataModule\nTokenDataModule.setup = wait",
-}
-
-
-@pytest.mark.parametrize(("phase", "number", "code"), [("imports", signal.SIGINT, 130), ("data", signal.SIGTERM, 143)])
-def test_45_in_start_up(tmp_path, phase, number, code):
-    (tmp_path / "script.py").write_text(START_UP.format(patch=PATCHES[phase]))
-    start = subprocess.Popen if phase == "imports" else forkserver.Popen
-    process = start(
-        [sys.executable, "script.py", *SMALL, "run_name=run"], cwd=tmp_path, text=True,
-        env=ALONE | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        for line in process.stdout:
-            if "waiting" in line:
-                break
-        time.sleep(0.2)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=50)
-    finally:
-        process.kill()
-    assert process.returncode == code, output
-    assert "Traceback" not in output
-    assert "stopped by signal" in output
-    assert find.resolve("last", tmp_path / "outputs/run/checkpoints") is None
-
-
-# ---- the whole group ---------------------------------------------------------------------------------------------
 
 
 def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path):

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from gpt2_fp8 import export
 from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.train.generation import Generation
 from gpt2_fp8.train.module import GPT2Module
@@ -45,10 +44,3 @@ def test_the_rule_of_the_text_is_the_models_where_the_text_is_gone(tmp_path, wri
     module = GPT2Module.load_from_checkpoint(tmp_path / "run/checkpoints/step-00000002")
     for model in (module.model, Generation(GenerateConfig(ckpt_path=str(tmp_path / "run"))).model):
         assert (model.separator, model.separator_begins) == (256, begins)
-
-
-def test_an_export_says_that_transformers_attends_across_documents(tmp_path, words, capsys):
-    train(tmp_path / "run", "trainer.max_steps=2", base=words)
-    capsys.readouterr()
-    assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-    assert "document_mask=true" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import evaluate
-from gpt2_fp8.train import trained
 from gpt2_fp8.train.validation import logits
 from tests.runs import (
     EMULATED_FP8,
@@ -55,31 +54,6 @@ def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, 
     assert found["kernels"]["layers"] == layers
     said = "bf16" if words else "fp8_hybrid, evaluation bf16"
     assert f"precision          {said}\n" in capsys.readouterr().out
-
-
-def test_a_run_that_is_validated_otherwise_from_here_on_says_so_once(tmp_path, caplog):
-    train(tmp_path, *FP8, "trainer.max_steps=6")
-    for steps, words, told in ((9, FP8, 0), (12, IN_BF16, 1)):
-        caplog.clear()
-        train(tmp_path, *words, "ckpt_path=last", f"trainer.max_steps={steps}")
-        said = [record.message for record in caplog.records if "precision.evaluation=fp8 " in record.message]
-        assert len(said) == told
-
-
-def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, caplog, monkeypatch):
-    plain = trained.to_plain
-
-    def without_the_key(*args):
-        found = plain(*args)
-        del found["precision"]["evaluation"]
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trained, "to_plain", without_the_key)
-        train(tmp_path, *FP8)
-    caplog.clear()
-    train(tmp_path, *IN_BF16, "ckpt_path=last", "trainer.max_steps=16")
-    assert "precision.evaluation=fp8 " in caplog.text
 
 
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=block"]

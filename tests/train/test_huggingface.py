@@ -286,11 +286,3 @@ def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_pa
     capsys.readouterr()
     assert export.main([str(tmp_path / "own"), str(tmp_path / "other")]) == 2
     assert "is not what it was when the run was trained" in capsys.readouterr().err
-
-
-def test_the_export_chooses_by_the_block() -> None:
-    keys: dict[str, Any] = {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "bias": False}
-    chosen = {name: huggingface.choose_architecture(replace(CONFIG, **changes), Path("x")).name for name, changes in {
-        "gpt2": {}, "dropout": {"dropout": 0.1}, "llama": keys, "qwen3": keys | {"qk_norm": True},
-    }.items()}  # fmt: skip
-    assert list(chosen.values()) == ["GPT2LMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]

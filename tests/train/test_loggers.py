@@ -37,9 +37,6 @@ def steps(folder):
     return [int(row["step"]) for row in table(folder)]
 
 
-# ---- metrics.csv and fp8.csv -----------------------------------------------------------------------------------------
-
-
 def test_a_resume_keeps_the_rows_up_to_its_step_and_a_fresh_start_none(tmp_path):
     log(MetricsFile(tmp_path, None), range(1, 8), val_loss=2.5)
     log(MetricsFile(tmp_path, 4), range(5, 10))
@@ -50,15 +47,6 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_a_fresh_start_none(tmp_path)
     assert steps(tmp_path) == [3, 4]
     log(MetricsFile(tmp_path, 2), [3])
     assert steps(tmp_path) == [3]
-
-
-@pytest.mark.parametrize("torn", ["3,0.33", '"'])
-def test_a_line_cut_by_a_kill_is_dropped(tmp_path, torn):
-    log(MetricsFile(tmp_path, None), [1, 2])
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write(torn)
-    log(MetricsFile(tmp_path, 5), [6])
-    assert steps(tmp_path) == [1, 2, 6]
 
 
 def test_a_validation_that_is_done_once_more_has_its_row_already(tmp_path):
@@ -110,9 +98,6 @@ def test_without_room_a_warning_is_logged_once_and_rows_of_metrics_are_kept(tmp_
     (tmp_path / "metrics.csv").unlink()
     logger.log_metrics({"train_loss": 1.0}, step=5)
     assert steps(tmp_path) == [5], "a file that is gone is begun again"
-
-
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
 def event_file(folder, resume_step):

@@ -46,22 +46,6 @@ def test_a_run_on_a_mixture_says_what_it_used_of_each_source(tmp_path: Path) -> 
     assert from_checkpoint(read(path), path).data == preflight(MIXED)[0].data
 
 
-def test_a_settings_folder_has_a_mixture_and_a_sweep_goes_through_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "mine" / "data"
-    folder.mkdir(parents=True)
-    (folder / "books.yaml").write_text(
-        "defaults:\n  - mixture\n  - /data@sources.code: stdlib\n  - /data@sources.ids: token_files\n  - _self_\n"
-        "weights: {code: 3, ids: 1}\nsources:\n  ids:\n    tokenizer: bytes\n    train_files: [train.bin]\n"
-        "    val_files: [val.bin]\n"
-    )
-    (config,) = preflight(["-cd", "mine", "data=books", "data.sources.code.val_sequences=3"])
-    assert config.data.weights == {"code": 3, "ids": 1}
-    assert config.data.sources["ids"].train_files == ["train.bin"]
-    assert config.data.sources["code"].val_sequences == 3
-    jobs = preflight(["-m", *CHOICES[:3], *KEYS, "data.weights={code:1,ids:1},{code:1,ids:3}", "run_name=sweep"])
-    assert [job.data.weights for job in jobs] == [{"code": 1, "ids": 1}, {"code": 1, "ids": 3}]
-
-
 def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
     words = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "data=token_files",
              "data.tokenizer=bytes", "data.train_files=[train.bin]", "data.val_files=[val.bin]",

@@ -113,9 +113,6 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- the configuration -----------------------------------------------------------------------------------------------
-
-
 def test_bad_words_are_refused_before_torch_is_imported():
     program = """
 import sys, gpt2_fp8
@@ -147,9 +144,6 @@ def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):
         load_config(*words)
     told = [problem.cause for problem in caught.value.problems]
     assert all(any(cause in line for line in told) for cause in causes), told
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_it_computes_what_the_program_computes(whole, tmp_path):
@@ -256,9 +250,6 @@ def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole
     assert same(loaded, files.read(whole.checkpoints / "epoch=0-step=9.ckpt")["state_dict"])
 
 
-# ---- callbacks -------------------------------------------------------------------------------------------------------
-
-
 def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
     rows, own = Rows(), ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True, save_top_k=1)
     callbacks = [own, EarlyStopping("val_loss", patience=50), LearningRateMonitor()]
@@ -286,9 +277,6 @@ def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
     assert rows.rows == plain.rows
     assert rows.rows[0][0] == 1
     assert same(module, other)
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_load_from_checkpoint_needs_the_folder_alone(config, whole, tmp_path):
@@ -330,9 +318,6 @@ def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
         loaded(ids[0])
 
 
-# ---- several fits in one process, as a notebook has them -------------------------------------------------------------
-
-
 def test_a_data_module_of_an_earlier_fit_begins_again(config, whole, tmp_path):
     """After a fit that was ended early, and after one that has come to the end of the text's steps."""
     data = TokenDataModule.from_config(config)
@@ -345,19 +330,6 @@ def test_a_data_module_of_an_earlier_fit_begins_again(config, whole, tmp_path):
         assert rows.of("train_loss") == expected
         assert data.state_dict()["step"] == steps
     assert same(module, whole.module)
-
-
-def test_the_text_goes_on_where_a_trainer_fits_once_more(config, tmp_path):
-    """Lightning builds another optimizer then, so the weights are not those of one fit."""
-    data, module = TokenDataModule.from_config(config), GPT2Module(config)
-    made = trainer(config, tmp_path, max_steps=5)
-    made.fit(module, datamodule=data)
-    made.fit_loop.epoch_loop.max_steps = 12
-    made.fit(module, datamodule=data)
-    assert (made.global_step, data.state_dict()["step"]) == (12, 12)
-
-
-# ---- the document ----------------------------------------------------------------------------------------------------
 
 
 def test_the_code_of_the_document_runs(tmp_path, monkeypatch):

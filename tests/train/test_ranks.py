@@ -91,9 +91,6 @@ def assert_same_numbers(folder, two):
     assert all(table[column] == others[column] for column in COLUMNS)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_one_folder_and_one_summary_of_two_processes(two):
     cwd, output = two
     assert set(os.listdir(cwd)) == {"outputs", "patched.py", "exchanges-0", "exchanges-1"}
@@ -188,9 +185,6 @@ def test_a_sweep_of_jobs_of_two_processes(tmp_path, two):
     assert {summary(folder)["status"] for folder in folders} == {"completed"}
 
 
-# ---- launchers ---------------------------------------------------------------------------------------------------
-
-
 def test_torchrun_needs_no_key(tmp_path, two):
     code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "trainer=auto", "trainer.accelerator=cpu"))
     assert code == 0, output
@@ -229,9 +223,6 @@ def test_accelerate_is_torchrun_by_another_name(tmp_path, two):
     assert code == 0, output
     assert "launcher   accelerate launch: 2 processes\n" in output
     assert_same_numbers(tmp_path / "outputs/run", two)
-
-
-# ---- ends --------------------------------------------------------------------------------------------------------
 
 
 def test_a_mistake_is_said_once_before_torch(tmp_path):
@@ -292,9 +283,6 @@ def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
     while not (tmp_path / "outputs/run/summary.json").exists() and time.monotonic() < until:
         time.sleep(0.1)
     assert summary(tmp_path / "outputs/run")["status"] == "stopped", output
-
-
-# ---- ranks that do not fit together ------------------------------------------------------------------------------
 
 
 def refused(ends, cause):
