@@ -1,10 +1,4 @@
-"""Python programs in processes that have imported torch, Lightning and Hydra: a second in place of six.
-
-`Popen([sys.executable, ...])`, `run([sys.executable, ...])` and `python(...)` stand for what `subprocess` starts, where
-a test needs a process of its own, or a run of several ranks, and no more. These need a really new one (`runs.command`):
-what happens before torch is imported, locales, limits of the system, closed streams, and variables that a library reads
-when it is imported. Forked processes also share one hash seed, so of two whose results are compared, one is new.
-"""
+"""Python programs in processes that have imported torch, Lightning and Hydra: a second in place of six."""
 
 from __future__ import annotations
 
@@ -52,13 +46,7 @@ _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class ForkServer:
-    """A process that forks on request; what it forks becomes a child of the process that asks.
-
-    Args:
-        connection: to the server, which is a child of this process.
-        environment: what it was started with.
-        late: the variables of which a forked process may have other values.
-    """
+    """A process that forks on request; what it forks becomes a child of the process that asks."""
 
     def __init__(self, connection: socket.socket, environment: dict[str, str], late: set[str]) -> None:
         self._connection, self._environment, self._late = connection, environment, late
@@ -85,12 +73,7 @@ class ForkServer:
 
 
 class Popen(subprocess.Popen[Any]):
-    """`subprocess.Popen` of `[sys.executable, *words]`, forked.
-
-    With `ranks`, the ranks that the program starts are forked too. After `seconds` it says where it is.
-
-    Raises ValueError for another program, and for a variable that a forked process would read too late.
-    """
+    """`subprocess.Popen` of `[sys.executable, *words]`, forked; with `ranks` so are those that the program starts."""
 
     def __init__(self, args: Any, *, ranks: bool = False, seconds: float | None = None, **options: Any) -> None:
         self._asked = {"ranks": ranks, "seconds": seconds}
@@ -205,11 +188,7 @@ def run(
 def python(
     *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` as a forked process: `-m MODULE`, `-c CODE` or a file, and arguments.
-
-    `given` is what it reads on standard input, and `environment` adds to this process's own. With `ranks`, the ranks
-    that it starts are forked too. Raises `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
-    """
+    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input."""
     command = [str(word) for word in words]
     process = Popen(
         [sys.executable, *command], cwd=cwd, env=os.environ | environment, text=True, errors="surrogateescape",

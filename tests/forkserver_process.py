@@ -1,9 +1,4 @@
-"""The process behind `tests.forkserver`: it imports what a run imports, and forks for each request.
-
-A request comes over a socket, with three streams; the answer is the id of the new process. It becomes `python WORDS`: a
-child of who asked, in a session or group, with its folder, environment, streams, `__main__`, and the exit code of an
-interpreter. `gpt2_fp8.run` itself is not imported here, since the program that is run must be new to its process.
-"""
+"""The process behind `tests.forkserver`: it imports what a run imports, and becomes `python WORDS` for each request."""
 
 from __future__ import annotations
 
@@ -53,10 +48,7 @@ def main() -> None:
 
 
 def _version(name: str, known: Callable[[str], str] = importlib.metadata.version) -> str:
-    """Return a package's version, as if transformers were not installed.
-
-    Where it is, torchmetrics, which Lightning imports, imports it, and with it huggingface_hub.
-    """
+    """Hide transformers, which torchmetrics would import, and with it huggingface_hub."""
     if name == "transformers":
         raise importlib.metadata.PackageNotFoundError(name)
     return known(name)

@@ -1,10 +1,4 @@
-"""The house in one table: which package may import which, and which packages of others. Read it from the bottom up.
-
-At the root of `gpt2_fp8` stand programs, one a file, and packages. `imports` are packages of ours, `packages` are other
-people's; the standard library is open to all, and so are a package's modules to each other (not callbacks, not
-programs). Arrows point downwards only: a row may import rows that come after it, and no modules import each other in a
-circle. `ONLY_IN` says where within a package the big libraries are.
-"""
+"""The house in one table, read from the bottom up: which package may import which, and which of other people's."""
 
 import ast
 import functools

@@ -10,15 +10,6 @@ from omegaconf import OmegaConf
 from gpt2_fp8.compose import composition
 from tests import once
 from tests.fast_ring import alone
-from tests.forkserver import python
-
-
-def test_one_that_hangs_is_ended_and_says_where(tmp_path):
-    code = "import time\ndef hang():\n    time.sleep(60)\nhang()"
-    with pytest.raises(subprocess.TimeoutExpired) as ended:
-        python("-c", code, cwd=tmp_path, timeout=2)
-    assert "in hang" in str(ended.value.stderr)
-
 
 WORDS = [
     [],

@@ -1,8 +1,4 @@
-"""Programs that tests write as text import modules that exist.
-
-A module that is renamed is renamed in import statements by any tool, but not in a string: such a test would fail long
-after the rename, in a process of its own.
-"""
+"""Programs that tests write as text import modules that exist, which no tool for renaming sees to."""
 
 import ast
 import re

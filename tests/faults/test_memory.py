@@ -1,5 +1,4 @@
-"""Out of memory in training, in validation, in the way to bf16, on one rank: pretended on a CPU by an engine that has
-room for so many sequences at once."""
+"""Out of memory in training, in validation, in the way to bf16, on one rank: of an engine with little room."""
 
 import logging
 import sys

@@ -40,39 +40,26 @@ def clean(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def rerun(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rerun") / "run"
+def test_29_30_what_is_not_finite_in_fp8_is_computed_again_in_bf16_and_leaves_no_trace(tmp_path, clean):
+    run = tmp_path / "run"
     with going_wrong(InFP8Alone()):
-        train(folder, *QUIET)
-    return folder
-
-
-def test_29_a_loss_that_is_nan_in_fp8_is_computed_again_in_bf16(rerun, clean):
-    assert happened(rerun)[0] == (3, "rerun")
-    assert "its loss was not finite in FP8" in fallback(rerun)["events"][0]["reason"]
-    assert metrics(rerun)["bf16_reruns"][3] == 1
-    assert metrics(rerun)["train_loss"][3] == metrics(clean)["train_loss"][3]
-
-
-def test_30_a_gradient_that_is_infinite_in_fp8_is_computed_again_in_bf16(rerun, clean):
-    assert happened(rerun)[1:] == [(5, "rerun")]
-    assert "its gradient was not finite in FP8" in fallback(rerun)["events"][1]["reason"]
-    counts = fallback(rerun)
+        train(run, *QUIET)
+    counts = fallback(run)
+    assert happened(run) == [(3, "rerun"), (5, "rerun")]
     assert (counts["reruns"], counts["skipped"], counts["rollbacks"]) == (2, 0, 0)
-    assert metrics(rerun)["grad_norm"] == metrics(clean)["grad_norm"]
-
-
-def test_30_a_step_run_again_counts_once_and_leaves_no_trace(rerun, clean):
-    assert summary(rerun)["steps"] == 12
-    assert metrics(rerun)["lr"] == metrics(clean)["lr"]
-    assert summary(rerun)["precision"]["ran"] == "fp8_hybrid"
-    assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
+    reasons = [event["reason"] for event in counts["events"]]
+    assert all(
+        f"its {what} was not finite in FP8" in why for what, why in zip(("loss", "gradient"), reasons, strict=True)
+    )
+    assert metrics(run)["bf16_reruns"][3] == 1
+    for column in ("train_loss", "grad_norm", "lr"):
+        assert metrics(run)[column] == metrics(clean)[column], column
+    assert (summary(run)["steps"], summary(run)["precision"]["ran"]) == (12, "fp8_hybrid")
+    assert_same_checkpoint(checkpoint(run, 12), checkpoint(clean, 12))
 
 
 class BeforeWhatever(Faults):
-    """A loss that is NaN in FP8 in the steps before a validation (5), a checkpoint (8) and a log alone (10), which are
-    finished early, in one that nothing follows (2), and in the last."""
+    """NaN in FP8 before a validation (5), a checkpoint (8), a log (10), nothing (2), and in the last step."""
 
     def loss(self, module, step, precision):
         return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
@@ -121,22 +108,19 @@ class NoLoss(Faults):
         return NAN
 
 
-def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
-    """However few they are: it has trained nothing."""
-    keys = ["trainer.max_steps=3", "trainer.val_check_interval=3", "precision=fp32"]
-    with going_wrong(NoLoss(), fp8=False), pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"):
-        train(tmp_path / "run", *keys)
-    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
-    assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
-
-
-def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp_path):
-    """One update is so large that nothing is finite after it; its weights are, and too few steps are left out."""
-    few = ["trainer.max_steps=4", "trainer.val_check_interval=4", "callbacks.sample_tokens=0", "precision=fp32"]
-    with pytest.raises(Diverged, match="after step 4 the validation loss is not finite; a lower "):
-        train(tmp_path / "run", *few, "optim.lr=1e30", "optim.warmup_steps=0")
-    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
-    assert summary(tmp_path / "run")["best_val_loss"] is None
+@pytest.mark.parametrize(
+    ("faults", "rate", "told"),
+    [
+        (NoLoss(), "1e-3", "none of the 3 steps up to 3 had a finite"),
+        (Faults(), "1e30", "after step 3 the validation loss is not finite; a lower "),
+    ],
+)
+def test_35_a_run_that_has_no_finite_loss_at_its_end_is_not_completed(tmp_path, faults, rate, told):
+    few = ["trainer.max_steps=3", "trainer.val_check_interval=3", "precision=fp32", "optim.warmup_steps=0"]
+    with going_wrong(faults, fp8=False), pytest.raises(Diverged, match=told):
+        train(tmp_path / "run", *few, f"optim.lr={rate}")
+    report = summary(tmp_path / "run")
+    assert (report["status"], report["exit_code"], report["best_val_loss"]) == ("diverged", 3, None)
 
 
 class PoisonedBatch(Faults):

@@ -52,20 +52,13 @@ def test_108_no_validation_is_no_other_text_and_what_was_is_remembered(tmp_path,
     assert summary(tmp_path / "run")["best_val_loss_step"] == 7
 
 
-def test_108_a_checkpoint_that_does_not_say_is_taken_as_before(tmp_path, begun):
-    state = files.read(begun)
-    del state["TokenDataModule"]["validation"]
-    files.write(tmp_path / begun.name, state)
-    train(tmp_path / "run", *SHORT, f"ckpt_path={tmp_path / begun.name}", "data.val_sequences=4")
-    assert summary(tmp_path / "run")["status"] == "completed"
-
-
 @pytest.mark.parametrize(
     ("override", "named"),
     [
         ("data.seed=7", "seed"),
         ("model.n_positions=16", "n_positions"),
         ("debug=overfit", "trainer.overfit_batches was 0, and is now 1"),
+        ("seed=7", "this run cannot be continued exactly: seed was 1337, and is now 7"),
     ],
 )
 def test_15_other_text_is_refused(tmp_path, begun, override, named):
@@ -75,12 +68,13 @@ def test_15_other_text_is_refused(tmp_path, begun, override, named):
     assert "lanes" not in said  # a key that there is not
 
 
-def test_15_a_checkpoint_that_does_not_say_what_it_repeats_is_of_the_whole_text(tmp_path, begun):
+def test_108_a_checkpoint_of_before_says_neither_its_validation_nor_what_it_repeats(tmp_path, begun):
     state = files.read(begun)
+    del state["TokenDataModule"]["validation"]
     assert state["TokenDataModule"]["fingerprint"].pop("overfit_batches") == 0
     files.write(tmp_path / begun.name, state)
     assert "trainer.overfit_batches was 0, and is now 1" in refused(tmp_path, tmp_path / begun.name, "debug=overfit")
-    train(tmp_path / "run", *SHORT, f"ckpt_path={tmp_path / begun.name}")
+    train(tmp_path / "run", *SHORT, f"ckpt_path={tmp_path / begun.name}", "data.val_sequences=4")
     assert summary(tmp_path / "run")["status"] == "completed"
 
 

@@ -1,7 +1,4 @@
-"""Runs and sweeps on a real SLURM, which is started for them: two nodes on this machine.
-
-Marked slow, and skipped where Debian's packages are not, or where this is not root (`.ci/extras` installs them).
-"""
+"""Runs and sweeps on a real SLURM of two nodes on this machine, where it is installed (`.ci/extras`)."""
 
 import csv
 import json

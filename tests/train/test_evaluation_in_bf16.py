@@ -43,40 +43,23 @@ def test_the_training_is_the_same_and_validations_are_not(runs):
     assert summary(folder / "bf16")["config"]["precision"]["evaluation"] == "bf16"
 
 
-@pytest.mark.parametrize(("words", "layers"), [([], "plain torch, in bf16"), (["precision=bf16"], "plain torch")])
-def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, monkeypatch, capsys, words, layers):
-    monkeypatch.chdir(tmp_path)
-    folder = runs[1] / "bf16"
-    assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["loss"] == summary(folder)["last_val_loss"]
-    assert found["evaluation"] == "bf16"
-    assert found["kernels"]["layers"] == layers
-    said = "bf16" if words else "fp8_hybrid, evaluation bf16"
-    assert f"precision          {said}\n" in capsys.readouterr().out
-
-
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=block"]
+IN_FP8 = "FP8 emulated in plain torch"
+EVALUATED = [
+    ([], "bf16", "plain torch, in bf16"), (["precision=bf16"], "bf16", "plain torch"),
+    (["precision.fallback=error"], "bf16", "plain torch, in bf16"), (EMULATED, "fp8_hybrid", IN_FP8),
+    ([*EMULATED, "precision.evaluation=bf16"], "bf16", "plain torch, in bf16"),
+    (["recipe=current"], "fp8_hybrid", IN_FP8),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (EMULATED, "fp8_hybrid"), (["recipe=current"], "fp8_hybrid"), (["precision.fallback=error"], "bf16"),
-        ([*EMULATED, "precision.evaluation=bf16"], "bf16"),
-    ],
-    ids=["a precision", "a recipe", "what changes no number", "both"],
-)  # fmt: skip
-def test_fp8_that_is_named_is_what_evaluates(runs, tmp_path, monkeypatch, words, expected):
-    """Whatever the run was validated in: else the words would change nothing."""
+@pytest.mark.parametrize(("words", "expected", "layers"), EVALUATED)
+def test_evaluate_finds_the_runs_loss_unless_fp8_is_named(runs, tmp_path, monkeypatch, words, expected, layers):
     monkeypatch.chdir(tmp_path)
     folder = runs[1] / "bf16"
     assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
     found = json.loads((tmp_path / "result.json").read_text())
-    assert found["evaluation"] == expected
-    assert found["kernels"]["layers"] == (
-        "FP8 emulated in plain torch" if expected != "bf16" else "plain torch, in bf16"
-    )
+    assert (found["evaluation"], found["kernels"]["layers"]) == (expected, layers)
     assert (found["loss"] == summary(folder)["last_val_loss"]) == (expected == "bf16")
 
 

@@ -1,7 +1,4 @@
-"""Whole runs in FP8 on a CPU, in both families of layers that can compute it there, torchao's if it is emulated.
-
-FP8 learns what bf16 learns. A run changes its layers and computes a bad step again as any other.
-"""
+"""Whole runs in FP8 on a CPU, in both families of layers that can compute it there, torchao's if it is emulated."""
 
 import math
 

@@ -74,31 +74,23 @@ def fit(config, folder, ckpt_path=None, **options):
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
-    """A run of all steps: the module, the Trainer, and what its logger was given."""
-    rows = Rows()
-    every = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
-    folder = tmp_path_factory.mktemp("whole")
-    module, made = fit(config, folder, logger=rows, log_every_n_steps=1, val_check_interval=4, callbacks=[every])
-    return SimpleNamespace(module=module, trainer=made, rows=rows, checkpoints=Path(every.dirpath))
-
-
-def test_a_training_step_returns_its_loss(config, tmp_path):
-    losses = {}
+    """A run of all steps: the module, the Trainer, what its logger was given, and what its steps returned."""
+    rows, losses = Rows(), {}
 
     class Outputs(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            losses[trainer.global_step] = outputs["loss"]
+            losses[trainer.global_step] = float(outputs["loss"])
 
-    rows = Rows()
-    fit(config, tmp_path, logger=rows, log_every_n_steps=1, limit_val_batches=0, max_steps=3, callbacks=[Outputs()])
-    assert {step: float(loss) for step, loss in losses.items()} == rows.of("train_loss")
+    every = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    callbacks = [every, Outputs()]
+    folder = tmp_path_factory.mktemp("whole")
+    module, made = fit(config, folder, logger=rows, log_every_n_steps=1, val_check_interval=4, callbacks=callbacks)
+    return SimpleNamespace(module=module, trainer=made, rows=rows, losses=losses, checkpoints=Path(every.dirpath))
 
 
 def test_the_held_out_text_is_tested_and_predicted(config, whole, tmp_path):
-    module, data = (
-        GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt"),
-        TokenDataModule.from_config(config),
-    )
+    module = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt")
+    data = TokenDataModule.from_config(config)
     (tested,) = trainer(config, tmp_path).test(module, datamodule=data, verbose=False)
     assert tested == {"test_loss": pytest.approx(whole.rows.of("val_loss")[12])}
     logits = torch.cat(trainer(config, tmp_path).predict(module, datamodule=data))
@@ -152,6 +144,7 @@ def test_it_computes_what_the_program_computes(whole, tmp_path):
     assert same(whole.module, theirs["state_dict"])
     assert whole.trainer.callback_metrics["val_loss"] == val_loss
     assert list(whole.rows.of("train_loss")) == list(range(1, STEPS + 1))
+    assert whole.losses == whole.rows.of("train_loss"), "what a training step returns"
     assert list(whole.rows.of("val_loss")) == [4, 8, 12]
     assert whole.module.hparams == theirs["hyper_parameters"] | {
         name: whole.module.hparams[name] for name in ("run_name", "trainer", "callbacks")
@@ -215,14 +208,10 @@ def test_it_stops_earlier_or_at_the_end(config, tmp_path, options, steps):
     assert (module.val_loss is not None) == (steps > 0)
 
 
-@pytest.mark.parametrize("step", [3, 8])
-def test_it_goes_on_as_if_it_had_not_stopped(config, whole, tmp_path, step):
-    module, made = fit(config, tmp_path, whole.checkpoints / f"epoch=0-step={step}.ckpt", enable_checkpointing=False)
+def test_it_goes_on_as_if_it_had_not_stopped_the_program_from_it_and_it_from_the_program(config, whole, tmp_path):
+    module, made = fit(config, tmp_path, whole.checkpoints / "epoch=0-step=3.ckpt", enable_checkpointing=False)
     assert made.global_step == STEPS
     assert same(module, whole.module)
-
-
-def test_the_program_goes_on_from_it_and_it_from_the_program(config, whole, tmp_path):
     train(tmp_path / "run", f"ckpt_path='{whole.checkpoints / 'epoch=0-step=8.ckpt'}'")
     theirs = tmp_path / "run/checkpoints/step-00000012"
     assert same(files.read(theirs)["state_dict"], whole.module)
@@ -269,11 +258,10 @@ def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
 
 
 def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
-    rows = Rows()
-    made = {"logger": rows, "val_check_interval": 4, "log_every_n_steps": 1, "enable_checkpointing": False}
-    module, _ = fit(config, tmp_path, num_sanity_val_steps=1, **made)
-    plain = Rows()
-    other, _ = fit(config, tmp_path, num_sanity_val_steps=0, **made | {"logger": plain})
+    rows, plain = Rows(), Rows()
+    made = {"val_check_interval": 4, "log_every_n_steps": 1, "enable_checkpointing": False}
+    module, _ = fit(config, tmp_path, num_sanity_val_steps=1, logger=rows, **made)
+    other, _ = fit(config, tmp_path, num_sanity_val_steps=0, logger=plain, **made)
     assert rows.rows == plain.rows
     assert rows.rows[0][0] == 1
     assert same(module, other)
