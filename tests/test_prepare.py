@@ -137,7 +137,9 @@ def readings(here):
     return {name: names.count(name) for name in set(names)}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)]
+)
 def test_it_goes_on_after_it_was_stopped(number, code, here):
     (here / "counting.py").write_text(COUNTING)
     (here / "read").mkdir()

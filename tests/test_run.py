@@ -34,8 +34,6 @@ def assert_refused(done, key, problems=1):
 
 BAD = [
     "optim.learing_rate=1e-3",
-    "model=gpt2_huge",
-    "global_batch_size=12",
     "data=text_files data.train_files=[nope.txt]",
     "hydra.run.dir=file/run",
 ]
@@ -265,18 +263,3 @@ def test_a_job_is_the_run_by_itself_bit_for_bit(sweep, tmp_path):
         assert metrics(folder)[column] == metrics(single)[column]
     weights = [checkpoint(run, 12) / "model.safetensors" for run in (folder, single)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_job_that_fails_takes_no_other_with_it(tmp_path):
-    (tmp_path / "long.txt").write_text("To be, or not to be, that is the question.\n" * 100)
-    (tmp_path / "short.txt").write_text("To be")
-    files = "data.train_files=[long.txt],[short.txt],[long.txt]"
-    done = forked("-m", *SMALL, *FILES.split(), files, "run_name=sweep", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "the training text is too short" in done.stderr
-    assert "Traceback" not in done.stderr
-    reports = [summary(tmp_path / f"outputs/sweep/{job}") for job in range(3)]
-    assert [report["status"] for report in reports] == ["completed", "refused", "completed"]
-    assert metrics(tmp_path / "outputs/sweep/0")["train_loss"] == metrics(tmp_path / "outputs/sweep/2")["train_loss"]
-    assert [row["status"] for row in rows_of(tmp_path / "outputs/sweep")] == ["completed", "completed", "refused"]
-    assert "Sweep of 3 jobs: 2 completed, 1 refused" in done.stdout

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.engine.divergence import EVENTS, WARM_UP, DivergencePolicy, RollBack
+from gpt2_fp8.engine.divergence import WARM_UP, DivergencePolicy, RollBack
 from gpt2_fp8.engine.step import Verdict
 
 NAN = float("nan")
@@ -131,13 +131,3 @@ def test_after_a_rollback_what_happened_is_not_replaced_by_the_checkpoints():
     assert it.report() == happened
     assert it.state_dict()["statistics"] == older.state_dict()["statistics"]
     run(it, BAD, BAD, start=151)  # the row has begun anew
-
-
-def test_events_are_bounded_and_counts_are_not():
-    it = made(limit=2)
-    for step in range(1, EVENTS + 101):
-        it.judge(step, GOOD, BAD)
-    assert (len(it.events), it.reruns) == (EVENTS, EVENTS + 100)
-    with pytest.raises(RollBack):
-        run(it, BAD, BAD, start=EVENTS + 101)
-    assert it.events[-1].what == "rollback"

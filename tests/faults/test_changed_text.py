@@ -109,19 +109,6 @@ def test_a_checkpoint_without_digests_goes_on(many_units: Path) -> None:
     late.load_state_dict(again.state_dict())
 
 
-def test_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path) -> None:
-    made = module(files_config(many_units), max_steps=10_000)
-    first: list[int] = []
-    loader = iter(made.train_dataloader())
-    while len(set(first)) < 70:
-        first += next(loader)["cursor"]["units"]
-    made.text.pool._kept.clear()  # where all of a corpus does not stay in memory
-    for i in range(70):
-        change(file_of(made, i))
-    assert CHANGED in refusal(lambda: [next(loader) for _ in range(100)])
-    made.teardown()
-
-
 def test_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
     """Whether other text stands in the same file, or another file was chosen: the best is compared over it."""
     val = write_jsonl(many_units.parent / "val.txt", ["<" * 500])

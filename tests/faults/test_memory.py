@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
 from tests import forkserver
@@ -168,13 +167,3 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
     assert sizes == [4, 2, *[1] * 8]
     assert summary(tmp_path / "run")["divergence"]["reruns"] == 1
     assert sum("micro_batch_size in bf16" in record.message for record in caplog.records) == 2
-
-
-def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog, clean):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError(TEXT)
-
-    monkeypatch.setattr(samples, "generate", full)
-    steps, _ = recorded(tmp_path / "run", *STEPS, "callbacks.sample_tokens=4")
-    assert steps == clean[0]
-    assert sum("no sample at step" in record.message for record in caplog.records) == 2

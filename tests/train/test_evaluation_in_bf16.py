@@ -88,17 +88,3 @@ def test_no_scale_is_needed_or_found():
     assert torch.equal(evaluated(step), evaluated(plain))
     assert torch.equal(logits(step, IDS_OF_BYTES[:, :7], 256), logits(plain, IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready
-
-
-def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
-    """Both are computed by one twin, which drops nothing in a validation."""
-    again = []
-    for validates in (False, True):
-        step = training_step(*IN_BF16)
-        if validates:
-            evaluated(step)
-        torch.manual_seed(1)
-        again.append(step.attempts._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
-    assert torch.equal(*again)
-    step.model.eval()
-    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))

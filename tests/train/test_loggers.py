@@ -77,29 +77,6 @@ def test_fp8_csv_has_a_row_a_tensor_and_is_continued_likewise(tmp_path):
     assert [row["step"] for row in others] == ["10", "10", "20", "20", "30", "30"]
 
 
-def test_without_room_a_warning_is_logged_once_and_rows_of_metrics_are_kept(tmp_path, monkeypatch, caplog):
-    fp8, logger = FP8File(tmp_path, None), MetricsFile(tmp_path, None)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    for step in (1, 2, 3, 4):
-        with monkeypatch.context() as patch:
-            if step in (2, 3):
-                patch.setattr("gpt2_fp8.checkpoint.durable.append", full)
-            fp8.write(step, HEALTHS)
-            logger.log_metrics({"train_loss": 1.0}, step=step)
-            if step == 3:
-                with pytest.raises(OSError, match="No space"):
-                    logger.flush()
-    assert [message.partition(" is not written")[0] for message in caplog.messages] == ["fp8.csv", "metrics.csv"]
-    assert [row["step"] for row in table(tmp_path, "fp8.csv")] == ["1", "1", "4", "4"]
-    assert steps(tmp_path) == [1, 2, 3, 4]
-    (tmp_path / "metrics.csv").unlink()
-    logger.log_metrics({"train_loss": 1.0}, step=5)
-    assert steps(tmp_path) == [5], "a file that is gone is begun again"
-
-
 def event_file(folder, resume_step):
     (logger,) = build_files(LoggerConfig(tensorboard=True, csv=False), folder, resume_step)
     return logger
