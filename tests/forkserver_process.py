@@ -39,8 +39,7 @@ def main() -> None:
     from gpt2_fp8 import compose
 
     compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
-    if "huggingface_hub" in sys.modules:
-        raise RuntimeError("huggingface_hub reads its variables when it is imported: take them out of READ_LATE")
+    assert "huggingface_hub" not in sys.modules, "it reads its variables when it is imported"
     gc.collect()
     gc.freeze()  # a collection in a forked process passes over all of it
     connection.send(b"ready")
@@ -137,14 +136,14 @@ def _take_place(request: dict[str, Any], streams: list[int]) -> None:
     tempfile.tempdir = None  # TMPDIR may be another
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]  # read when Lightning is imported
     if request["ranks"]:
-        _serve_ranks(request["environment"])
+        _serve_ranks()
     np.random.seed()  # torch's generator has the same seed in every new process, Python's is drawn again by `fork`
     if request["seconds"]:
         faulthandler.enable()
         faulthandler.dump_traceback_later(request["seconds"])  # where it hangs
 
 
-def _serve_ranks(environment: dict[str, str]) -> None:
+def _serve_ranks() -> None:
     """Leave a process as this one is now, to be forked when the program starts its ranks. It ends with the program."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
@@ -157,7 +156,7 @@ def _serve_ranks(environment: dict[str, str]) -> None:
         serve(there)
         os._exit(0)
     there.close()
-    forkserver.fork_ranks(here, environment)
+    forkserver.fork_ranks(here)
 
 
 def _run(words: list[str]) -> None:
