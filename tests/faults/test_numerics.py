@@ -1,6 +1,7 @@
 """Faults 29 to 37: numbers that are not finite, and training that diverges. FP8 is pretended: see `pretended`."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -167,37 +168,28 @@ DIVERGING = [
     "precision=fp8_hybrid", "trainer.max_steps=36", "trainer.val_check_interval=36", "callbacks.divergence_steps=6",
     "callbacks.checkpoint_every_n_steps=6", "optim.lr=0.003",
 ]  # fmt: skip
-SCHEDULE = replace(OPTIM, warmup_steps=2)
 
 
-def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypatch):
+@pytest.mark.parametrize("always", [False, True], ids=["in FP8", "always"])
+def test_34_35_a_run_that_diverges_goes_back_once_and_on_in_bf16_or_ends_with_exit_3(tmp_path, monkeypatch, always):
     monkeypatch.setattr(divergence, "WARM_UP", 8)
-    with going_wrong(HotRate(always=False)):
+    ends = pytest.raises(Diverged, match=r"one way back.*a lower optim\.lr") if always else nullcontext()
+    with going_wrong(HotRate(always)), ends:
         train(tmp_path / "run", *DIVERGING)
-    (spike, since), (step, what) = happened(tmp_path / "run")
-    assert (since, what) == ("spike", "rollback")
+    report, events = summary(tmp_path / "run"), happened(tmp_path / "run")
+    assert (report["status"], report["exit_code"]) == (("diverged", 3) if always else ("completed", 0))
+    assert [what for _, what in events] == ["spike", "rollback", *["spike"] * always]
+    assert report["precision"]["ran"] == "bf16"
+    (spike, _), (step, _), *_ = events
     assert 14 <= spike <= 18
     assert step == spike + 5
-    report = summary(tmp_path / "run")
-    assert (report["status"], report["steps"]) == ("completed", 36)
-    assert report["precision"]["ran"] == "bf16"
-    assert report["precision"]["reason"].startswith(f"fallback at step {step}: the loss has stayed more than 6")
-    table = metrics(tmp_path / "run")
-    assert list(table["train_loss"]) == list(range(1, 37)), "each step once in the log"
-    assert table["train_loss"][36] < table["train_loss"][12]
-    assert table["lr"][15] == pytest.approx(0.003 * learning_rate_factor(14, SCHEDULE, 36)), (
-        "that of after the rollback"
-    )
-
-
-def test_35_a_run_that_diverges_again_ends_with_exit_3(tmp_path, monkeypatch):
-    monkeypatch.setattr(divergence, "WARM_UP", 8)
-    with going_wrong(HotRate(always=True)), pytest.raises(Diverged, match=r"one way back.*a lower optim\.lr"):
-        train(tmp_path / "run", *DIVERGING)
-    report = summary(tmp_path / "run")
-    assert (report["status"], report["exit_code"]) == ("diverged", 3)
-    assert [what for _, what in happened(tmp_path / "run")] == ["spike", "rollback", "spike"]
-    assert report["precision"]["ran"] == "bf16"
+    if not always:
+        assert report["precision"]["reason"].startswith(f"fallback at step {step}: the loss has stayed more than 6")
+        table = metrics(tmp_path / "run")
+        assert list(table["train_loss"]) == list(range(1, 37)), "each step once in the log"
+        assert table["train_loss"][36] < table["train_loss"][12]
+        rate = 0.003 * learning_rate_factor(14, replace(OPTIM, warmup_steps=2), 36)
+        assert table["lr"][15] == pytest.approx(rate), "that of after the rollback"
 
 
 class BadInFP8(Faults):

@@ -158,39 +158,24 @@ def test_it_computes_what_the_program_computes(whole, tmp_path):
         ({"max_steps": 13}, "max_steps=13"),
         ({"precision": "bf16-mixed"}, "'bf16-mixed'"),
         ({"callbacks": EMAWeightAveraging()}, "EMAWeightAveraging"),
-    ],
-)
-def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause):
-    with pytest.raises(UserError) as caught:
-        fit(config, tmp_path, **options)
-    (problem,) = caught.value.problems
-    assert cause in problem.cause
-
-
-def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path):
-    """Which would compute in float32, under a Trainer that says bf16-mixed."""
-    for call in ("fit", "validate", "predict"):
-        with pytest.raises(UserError, match="BoringModel"):
-            getattr(trainer(config, tmp_path), call)(BoringModel())
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
         ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns"),
         ({"devices": 2}, "2 devices"),
         ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy"),
     ],
 )
-def test_other_devices_are_refused(config, tmp_path, options, cause):
+def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause):
     """Asked as `fit` asks, which would start the other process of two first."""
-    made = trainer(config, tmp_path, **options)
-    made.state.fn = TrainerFn.FITTING
-    module = GPT2Module(config)
-    module.trainer = made
+    module, made = GPT2Module(config), trainer(config, tmp_path, **options)
+    module.trainer, made.state.fn = made, TrainerFn.FITTING
     with pytest.raises(UserError) as caught:
         module.configure_callbacks()
     assert any(cause in problem.cause for problem in caught.value.problems)
+
+
+def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path):
+    for call in ("fit", "validate", "predict"):
+        with pytest.raises(UserError, match="BoringModel"):
+            getattr(trainer(config, tmp_path), call)(BoringModel())
 
 
 @pytest.mark.parametrize(
