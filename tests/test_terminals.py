@@ -59,22 +59,6 @@ def test_the_first_command_into_a_pipe_says_what_its_log_has_and_nothing_that_is
     assert summary(tmp_path / "outputs/first") == report, "as the run that has the name left it"
 
 
-def test_the_first_line_comes_before_torch(tmp_path):
-    """A torch that ends the process when it is imported is not reached before the line is out."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(77)\n")
-    done = subprocess.run(
-        [sys.executable, *RUN, "run_name=x"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert done.returncode == 77
-    assert re.fullmatch(STAMP.pattern + r"gpt2_fp8 \S+: loading torch, some seconds\n", done.stdout)
-
-
 def bars(terminal):
     return [row for row in terminal.text if BAR.match(row)]
 

@@ -1,7 +1,6 @@
 """Runs and sweeps on a real SLURM of two nodes on this machine, where it is installed (`.ci/extras`)."""
 
 import csv
-import json
 import subprocess
 import sys
 import time
@@ -122,18 +121,6 @@ def test_a_preempted_run_is_requeued_once_and_resumes_exactly(slurm, tmp_path):
     whole, other = sent(slurm, tmp_path, *words, "run_name=whole")
     completed(slurm, whole, other)
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", 3000)
-
-
-def test_a_cancelled_run_is_saved_and_not_requeued(slurm, tmp_path):
-    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=gone"]
-    job, log = sent(slurm, tmp_path, *words)
-    until(lambda: steps_logged(tmp_path / "outputs/gone") > 20, "the run")
-    said(slurm, "scancel", job)
-    until(lambda: shown(slurm, job)["JobState"] == "CANCELLED", "the end")
-    assert shown(slurm, job)["Restarts"] == "0"
-    assert "is requeued" not in log.read_text()
-    until((tmp_path / "outputs/gone/summary.json").exists, "the summary")
-    assert json.loads((tmp_path / "outputs/gone/summary.json").read_text())["status"] == "stopped"
 
 
 def launched(slurm, folder, *words):

@@ -1,20 +1,18 @@
 """metrics.csv, fp8.csv and TensorBoard over fresh starts, resumes, kills and full disks."""
 
 import csv
-import html
 import math
 import time
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugin_util import markdown_to_safe_html
 
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files
-from gpt2_fp8.train.tensorboard import code_block, is_known
+from gpt2_fp8.train.tensorboard import is_known
 
 HEALTHS = [
     Health(FP8Tensor("blocks.0.qkv", "input", torch.float8_e4m3fn), 4.5, 99.5, 1e-9, 0.0, 2e-05, 3, -0.5),
@@ -115,10 +113,3 @@ def test_training_and_validation_share_a_chart(tmp_path):
     assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
     assert is_known("val_loss/books")
     assert not is_known("weight_norm")
-
-
-@pytest.mark.parametrize("text", ["  a_b_c  *d*", "~~~\nx\n~~~~~", "<b>&</b>```"])
-def test_a_text_is_shown_as_it_is(text):
-    shown = markdown_to_safe_html(code_block(text))
-    inside = html.unescape(shown.partition("<code>")[2].rpartition("</code>")[0])
-    assert inside.rstrip("\n") == text

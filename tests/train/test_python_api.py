@@ -126,9 +126,7 @@ print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gp
     [
         (["-m", "seed=1,2"], ["-m"]),
         (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
-        (["debug=fdr"], ["trainer.fast_dev_run=true"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
-        (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
     ],
 )
 def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):
