@@ -103,28 +103,3 @@ def drain(terminal):
             pass
     except OSError:
         pass
-
-
-BENCH = """
-import os, signal, sys, time
-from gpt2_fp8 import bench
-def measure(*_):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-        handle = 1
-    finally:
-        print(handle)
-bench.measure = measure
-sys.exit(bench.main(["bench.model=[tiny]", "bench.precision=[fp32]", "trainer=cpu"]))
-"""
-
-
-def test_a_signal_to_the_benchmark_is_what_it_ends_with(tmp_path):
-    """Also where what it has interrupted fails for that."""
-    (tmp_path / "script.py").write_text(BENCH)
-    done = forkserver.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "stopped"), done.stderr
-    assert "Traceback" not in done.stderr

@@ -59,24 +59,6 @@ def test_29_30_what_is_not_finite_in_fp8_is_computed_again_in_bf16_and_leaves_no
     assert_same_checkpoint(checkpoint(run, 12), checkpoint(clean, 12))
 
 
-class BeforeWhatever(Faults):
-    """NaN in FP8 before a validation (5), a checkpoint (8), a log (10), nothing (2), and in the last step."""
-
-    def loss(self, module, step, precision):
-        return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
-
-
-def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path):
-    keys = ["trainer.log_every_n_steps=10", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
-    folders = tmp_path / "clean", tmp_path / "run"
-    for folder, faults in zip(folders, (Faults(), BeforeWhatever()), strict=True):
-        with going_wrong(faults):
-            train(folder, *keys)
-    assert happened(folders[1]) == [(step, "rerun") for step in (2, 5, 8, 10, 12)]
-    assert_same_checkpoint(*(checkpoint(folder, 12) for folder in folders))
-    assert metrics(folders[0])["val_loss"] == metrics(folders[1])["val_loss"]
-
-
 def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(tmp_path):
     keys = ["precision=fp32", "callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=2"]
     keys.append("trainer.val_check_interval=12")

@@ -23,7 +23,6 @@ from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
-from tests import forkserver
 from tests.callbacks import tiny_run
 from tests.runs import (
     SMALL,
@@ -288,45 +287,3 @@ def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monke
     setup.check_room(compose.preflight(SMALL)[0], tmp_path, epochs=0)
     with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free"):
         setup.check_room(compose.preflight(["model=gpt2", "data.tokenizer=gpt2"])[0], tmp_path, epochs=0)
-
-
-LEAVE = """
-import os, sys, threading, torch
-from pathlib import Path
-from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.lock import lock_run
-from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.writer import Writer
-folder, how = Path(sys.argv[1]), sys.argv[2]
-writer = Writer(folder, keep=1)
-writer.begin(None, None)
-def save(step):
-    writer.save({"state_dict": {"w": torch.ones(8)}, "global_step": step}, Pointer(f"step-{step:08d}", step, None))
-save(1)
-writer.wait()
-reached, gate, fsync = threading.Event(), threading.Event(), durable.fsync
-def slow(path):
-    reached.set()
-    gate.wait(60)
-    fsync(path)
-durable.fsync = slow
-save(2)
-reached.wait(60)
-if how == "os._exit":  # what a second signal does
-    os._exit(130)
-gate.set()
-if how == "close":  # what every end of a run does
-    writer.close()
-"""
-
-
-@pytest.mark.parametrize(("how", "code", "steps"), [("close", 0, {2}), ("neither", 0, {1, 2}), ("os._exit", 130, {1})])
-def test_28_however_a_process_leaves_the_last_one_is_whole(tmp_path, how, code, steps):
-    done = forkserver.python("-c", LEAVE, str(tmp_path), how, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    step = pointers.read(tmp_path, "last").step
-    assert step in steps
-    assert files.read(find.resolve("last", tmp_path))["global_step"] == step
-    begun(tmp_path)
-    assert not list(tmp_path.glob(".*"))

@@ -8,6 +8,9 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.programs import GenerateConfig
+from gpt2_fp8.train.generation import Generation
+from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.trained import from_checkpoint
 from tests.data.corpora import write_jsonl
 from tests.data.token_files_made import llm_c, nano, some_ids
@@ -58,3 +61,15 @@ def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text.jsonl", ["x"])
     with pytest.raises(UserError, match="unknown kind of file"):
         train(tmp_path / "other", "data.train_files=[text.jsonl]", "trainer.max_steps=2", base=words)
+
+
+@pytest.mark.parametrize(("write", "begins"), [(nano, False), (llm_c, True)])
+def test_the_rule_of_the_text_is_the_models_where_the_text_is_gone(tmp_path, write, begins):
+    path = write(tmp_path / "text.bin", some_ids(4000))
+    text = ["data=token_files", f"data.train_files=[{path}]", "data.tokenizer=bytes", "data.val_sequences=0"]
+    small = [word for word in SMALL if not word.startswith("data")]
+    train(tmp_path / "run", "document_mask=true", "trainer.max_steps=2", base=[*small, *text])
+    path.unlink()
+    module = GPT2Module.load_from_checkpoint(tmp_path / "run/checkpoints/step-00000002")
+    for model in (module.model, Generation(GenerateConfig(ckpt_path=str(tmp_path / "run"))).model):
+        assert (model.separator, model.separator_begins) == (256, begins)

@@ -14,7 +14,6 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -209,17 +208,6 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     shorter = load_config(*WORDS, "trainer.max_steps=6")
     with pytest.raises(UserError, match="max_steps=6 ends before"):
         fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
-
-
-def test_a_trainer_without_the_plugin_writes_and_reads_folders_too(config, whole, tmp_path):
-    quiet = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    made = Trainer(plugins=[FP8Precision.from_config(config), AsyncCheckpointIO()], max_steps=9, **quiet)
-    data, folder = TokenDataModule.from_config(config), whole.checkpoints / "epoch=0-step=8.ckpt"
-    made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
-    (written,) = tmp_path.rglob("*.ckpt")
-    loaded = GPT2Module.load_from_checkpoint(written)
-    assert same(loaded, made.lightning_module)
-    assert same(loaded, files.read(whole.checkpoints / "epoch=0-step=9.ckpt")["state_dict"])
 
 
 def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):

@@ -146,16 +146,6 @@ def test_each_rank_has_dropout_masks_of_its_own(tmp_path):
     assert not set(new) & set(second)
 
 
-@pytest.mark.slow
-def test_a_sweep_of_jobs_of_two_processes(tmp_path):
-    few = ["trainer.max_steps=2", "trainer.val_check_interval=2"]
-    code, output = run(tmp_path, "-m", *TWO, *few, "seed=1,2", "run_name=sweep", "hydra.sweep.dir=sweep", timeout=180)
-    assert code == 0, output
-    folders = sorted(path.parent for path in (tmp_path / "sweep").glob("*/summary.json"))
-    assert [summary(folder)["config"]["seed"] for folder in folders] == [1, 2]
-    assert {summary(folder)["status"] for folder in folders} == {"completed"}
-
-
 def test_torchrun_needs_no_key(tmp_path, two):
     code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "trainer=auto", "trainer.accelerator=cpu"))
     assert code == 0, output

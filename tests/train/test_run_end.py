@@ -1,7 +1,6 @@
 """The end of a run, as its summary, its error and the log's last lines tell it."""
 
 import json
-import logging
 import sys
 import time
 from datetime import datetime
@@ -10,23 +9,12 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
-from gpt2_fp8.train.run_end import Checkpoints, DivergenceReport, Precision, RunEnd, Summary
+from gpt2_fp8.train.run_end import DivergenceReport, Precision, RunEnd, Summary
 from tests.runs import summary
 
 
 def ended(**values):
-    known = {
-        "status": "completed", "steps": 300, "duration_s": 83.4, "last_train_loss": 2.23118, "last_val_loss": 2.48709,
-        "best_val_loss": 2.48709, "best_val_loss_step": 300, "tokens_per_second": 12_345.4,
-        "ended_by": "trainer.max_steps", "checkpoint": Checkpoints(last="somewhere"),
-    }  # fmt: skip
-    return Summary(precision=Precision(asked="fp32"), recipe=None, **(known | values))
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return Summary(precision=Precision(asked="fp32"), recipe=None, **values)
 
 
 ENDS = [
@@ -66,10 +54,9 @@ def test_it_is_json_without_numbers_that_are_not_finite(tmp_path):
     assert written["command"] == sys.argv
 
 
-def test_a_summary_that_cannot_be_written_changes_no_end(place, monkeypatch, caplog):
+def test_a_summary_that_cannot_be_written_changes_no_end(tmp_path, caplog):
     (config,) = preflight([])
-    end = RunEnd(config, place / "no/such/folder", place)
-    caplog.set_level(logging.INFO)
+    end = RunEnd(config, tmp_path / "no/such/folder", tmp_path)
     end.first_step = 0
     end.close(None)
     assert [message for message in caplog.messages if "the summary cannot be written" in message]
