@@ -95,8 +95,7 @@ class Attempts:
                 loss = self.in_own_precision(ids, undo)
                 absurd = self.scaling.absurd(self.parts)
         except BaseException:
-            self._gradients.discard()
-            undo()
+            self._discard(undo)
             rng.restore_torch(random)
             raise
         finally:
@@ -105,13 +104,8 @@ class Attempts:
 
     def in_own_precision(self, ids: Tensor, undo: Undo) -> Tensor:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective. `undo`: see `Attempt`."""
-
-        def discard() -> None:
-            self._gradients.discard()
-            undo()
-
         beside = list if self.training.proven else self._optimizer_state
-        loss = self.training(partial(self._gradients.of_step, ids), discard, beside=beside)
+        loss = self.training(partial(self._gradients.of_step, ids), partial(self._discard, undo), beside=beside)
         self._agree()
         return loss
 
@@ -138,6 +132,10 @@ class Attempts:
         self._agree()
         return loss
 
+    def _discard(self, undo: Undo) -> None:
+        self._gradients.discard()
+        undo()
+
     def _agree(self) -> None:
         self._gradients.exchange.end()
         self.scaling.agree()
@@ -151,7 +149,7 @@ class Attempts:
         if self.scaling.ready:
             return
         if not self.scaling.take():
-            discard = self._gradients.discard
+            discard = partial(self._discard, self.scaling.remember())
             try:
                 self.training(lambda size: self._gradients.calibrate(ids, size), discard, proves_size=False)
             except BaseException:

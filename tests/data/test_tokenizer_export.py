@@ -103,5 +103,5 @@ def test_what_ends_a_text_is_what_ended_documents(tmp_path: Path, eos):
 
 
 def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match="no file or folder"):
+    with pytest.raises(UserError, match="it is no file"):
         tokenizer_export.files_of(str(tmp_path / "gone"), 64)

@@ -19,12 +19,16 @@ class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     exchange = SimpleNamespace(end=lambda: None)
-    plan = SimpleNamespace(backend=SimpleNamespace(evaluates_in_bf16=True))
+    plan = SimpleNamespace(evaluates_in_bf16=True)
 
     def __init__(self, room):
         self.room, self.asked, self.discarded = room, [], 0
         self.scaling = SimpleNamespace(
-            agree=lambda: self.asked.append(AGREE), unchanged=nullcontext, ready=False, take=lambda: False
+            agree=lambda: self.asked.append(AGREE),
+            unchanged=nullcontext,
+            ready=False,
+            take=lambda: False,
+            remember=lambda: undo,
         )
 
     def _try(self, what, size):

@@ -43,9 +43,10 @@ def test_scales_histories_and_gradients_are_those_of_the_smaller_size(overrides)
         engine = prepared(*overrides)
         step(engine, 1)
         if again:
-            before = state.capture(engine.model)
+            before, undo = state.capture(engine.model), engine.scaling.remember()
             run_out(engine, 2)
             engine.discard()
+            undo()
             assert all(torch.equal(before[name], now) for name, now in state.capture(engine.model).items())
             assert all(parameter.grad is None for parameter in engine.model.parameters())
         engine.micro_batch_size = 2
@@ -75,8 +76,10 @@ def test_bf16_layers_are_so_after_a_backward_that_failed_in_transformer_engines_
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     engine = prepared(*overrides)
+    undo = engine.scaling.remember()
     run_out(engine, 1)
     FP8GlobalStateManager.quantization_state.fp8_enabled = True  # as an error in the midst of it leaves it
     engine.discard()
+    undo()
     assert not FP8GlobalStateManager.is_fp8_enabled()
     assert not any(FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.compat import torchao as library
 from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
@@ -134,14 +133,3 @@ def test_what_is_computed_again_is_the_same(settings, recompute):
     (loss, found), (expected_loss, expected) = (gradients(build(settings, recompute=r)) for r in (recompute, "none"))
     assert loss == expected_loss
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_another_interface_is_a_reason(monkeypatch):
-    import torchao.float8.float8_linear as private
-
-    monkeypatch.delattr(private, "matmul_with_hp_or_float8_args")
-    library.why_not.cache_clear()
-    assert library.why_not() == "this torchao has another interface than 0.18"
-    library.why_not.cache_clear()
-    monkeypatch.undo()
-    assert library.why_not() is None

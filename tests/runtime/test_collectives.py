@@ -104,7 +104,7 @@ def _micro_batching(rank):
 
         engine.loss = limited
         batch = ids(8, seed=rank, length=POSITIONS + 1)
-        engine.scaling.ready = False
+        engine.scaling.ready, engine.scaling.settings = False, "those of a delayed recipe"
         of.find_scales(batch)
         calibrated = state.capture(engine.model)
         if size == 4:
