@@ -12,15 +12,10 @@ from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import twin_of
 from gpt2_fp8.fp8.plain import Reference
 from gpt2_fp8.fp8.resolve import Plan, resolve
-from gpt2_fp8.fp8.state import capture
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
-from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from tests.common import VOCAB, ids, loss_of
-from tests.faults.pretended import pretended
-from tests.fp8.test_state import Layer
-from tests.layers.test_delayed_scaling import scales
 from tests.runs import SMALL
 
 POSITIONS = 32
@@ -82,84 +77,6 @@ def test_gradients_are_the_plain_steps():
     loss = accumulate(batch(), config.micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
     assert_bit_equal(step(of), (loss, {name: p.grad for name, p in model.named_parameters()}))
     assert all(torch.count_nonzero(p.grad) for p in model.parameters())
-
-
-# A step that has to begin again
-
-
-def with_scales():
-    """An engine whose model keeps delayed scaling's state as the fused layers do, and as Transformer Engine's."""
-    config = composed()
-    of = build(config, pretended(config))
-    of.forward_context = nullcontext
-    of.loss = loss_of(of.model)
-    of.model.scales, of.model.layer = scales(forward=1, gradient=1), Layer()
-    of.model.layer.init_fp8_metadata(1)
-    of.model.blocks[0].register_forward_hook(lambda _, __, out: _see(of.model, out))
-    return of
-
-
-def _see(model, out):
-    if not out.requires_grad:
-        return
-    _raise(model.scales.slot(Place("forward", 0)).amax, out)
-    out.register_hook(lambda gradient: _raise(model.scales.slot(Place("gradient", 0)).amax, gradient))
-    own = model.layer.fp8_meta["scaling_fwd"]
-    own.amax_history[0] = out.detach().abs().max()
-    own.scale.copy_(448 / own.amax_history.amax(0))
-    own.amax_history.copy_(own.amax_history.roll(-1, 0))
-    own.amax_history[0] = 0
-
-
-def _raise(amax, tensor):
-    amax.copy_(torch.maximum(amax, tensor.detach().abs().max()))
-
-
-def gradients_in(of, sizes, fails=lambda size, part: False):
-    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts`."""
-    loss, undo, part = of.loss, of.scaling.remember(), iter(range(100))
-
-    def limited(ids, first, scale):
-        if fails(len(ids), next(part)):
-            raise torch.OutOfMemoryError
-        return loss(ids, first, scale)
-
-    of.loss = limited
-    of.model.zero_grad(set_to_none=True)
-    for size in sizes:
-        try:
-            return of.of_step(batch(), size)
-        except torch.OutOfMemoryError:
-            of.discard()
-            undo()
-        finally:
-            of.loss = loss
-    raise AssertionError("nothing fits")
-
-
-@pytest.mark.parametrize("fails_in", [1, None], ids=["second part", "another rank's"])
-def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_size(fails_in):
-    states = []
-    for again in (True, False):
-        of = with_scales()
-        for _ in range(2):
-            gradients_in(of, [4])
-        before = capture(of.model)
-        if again and fails_in is None:
-            undo = of.scaling.remember()
-            gradients_in(of, [4])
-            of.discard()
-            undo()
-        sizes = [4, 2] if again and fails_in is not None else [2]
-        loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
-        states.append({"loss": loss, **capture(of.model), **grads(of.model)})
-    assert states[0].keys() == states[1].keys()
-    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
-    assert any(not torch.equal(before[name], states[0][name]) for name in before)
-
-
-def grads(model):
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 # A step in bf16

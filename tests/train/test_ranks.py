@@ -257,10 +257,10 @@ def refused(ends, cause):
 
 
 OTHER = """
-from gpt2_fp8.train import build
+from gpt2_fp8.train import setup
 if os.environ["RANK"] == "1":
-    versions = build._versions
-    build._versions = lambda plan: versions(plan) | {"attention": "other"}
+    versions = setup._versions
+    setup._versions = lambda plan: versions(plan) | {"attention": "other"}
     sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
 """
 
