@@ -46,15 +46,6 @@ def test_no_line_lets_pip_choose_a_torch():
     assert {"--no-deps", "--no-build-isolation", "."} <= set(lines[1])
 
 
-def test_all_names_of_the_project_are_there_but_torch_and_transformer_engine():
-    project = PROJECT["project"]
-    extras = [line for name in ("fp8", "bench", "hf") for line in project["optional-dependencies"][name]]
-    every = [*PROJECT["build-system"]["requires"], *project["dependencies"], *extras]
-    assert [line for line in every if line not in requirements()] == [
-        line for line in every if name_of(line) in ("torch", "transformer-engine")
-    ]
-
-
 def test_what_is_copied_exists_and_is_sent():
     """`.dockerignore` leaves everything out but what it names."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()

@@ -18,7 +18,6 @@ from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data import formats, reader
 from tests import forkserver
 from tests.data.corpora import write_jsonl
-from tests.data.token_files_made import nano
 from tests.runs import SMALL, summary, train
 
 BYTES = ["data.tokenizer=bytes", "data.num_workers=0"]
@@ -186,12 +185,6 @@ def test_text_that_a_run_needs_only_a_part_of(here, capsys):
     assert few[1] < run[1] < whole[1]
     first = [*words, "trainer.overfit_batches=1"]
     assert counts(said(capsys, *first).out)[0]["training"] == few
-
-
-def test_nothing_is_prepared_for_token_files(here, capsys):
-    nano(here / "a.bin", np.arange(20_000) % 50_000)
-    words = ["data=token_files", "data.train_files=[a.bin]", "data.val_sequences=0", "run_name=r"]
-    assert said(capsys, *words).out == "data=token_files: nothing to prepare, since its files have token ids already\n"
 
 
 def test_a_cache_is_needed(here, capsys):

@@ -1,7 +1,5 @@
 """Text that changes under a run, its files' names and sizes staying the same."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

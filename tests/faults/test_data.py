@@ -1,7 +1,5 @@
 """Faults 55 to 63 and 129: text that is broken, empty, enormous or too little; and files that are damaged or odd."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Logs that a kill tore, that are damaged, or that cannot be written; temporary files that a kill left."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

@@ -73,17 +73,6 @@ def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(
     assert metrics(tmp_path / "run")["train_loss"] == metrics(tmp_path / "clean")["train_loss"]
 
 
-def test_31_a_run_that_is_killed_before_it_notices_goes_back_when_it_goes_on(tmp_path):
-    keys = ["precision=fp32", "trainer.val_check_interval=12", "callbacks.checkpoint_every_n_steps=2"]
-    keys.append("callbacks.nonfinite_limit=2")
-    train(tmp_path / "clean", *keys)
-    with going_wrong(NanWeight(), fp8=False):
-        train_until(6, tmp_path / "run", *keys)
-    train(tmp_path / "run", *keys, "ckpt_path=last")
-    assert fallback(tmp_path / "run")["rollbacks"] == 1
-    assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
-
-
 class NoLoss(Faults):
     """None is finite, in any precision."""
 

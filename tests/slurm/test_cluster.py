@@ -107,22 +107,6 @@ def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slu
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", LONG)
 
 
-def test_a_preempted_run_is_requeued_once_and_resumes_exactly(slurm, tmp_path):
-    """In the grace time of a preemption, SLURM sends SIGTERM, and leaves the rest to the job."""
-    words = ["trainer=cpu", *SMALL, "trainer.max_steps=3000"]
-    job, log = sent(slurm, tmp_path, *words, "run_name=cut", options=["--partition=low", "--exclusive"])
-    until(lambda: steps_logged(tmp_path / "outputs/cut") > 20, "the run")
-    node = shown(slurm, job)["NodeList"]
-    said(slurm, "srun", "--partition=high", "--exclusive", f"--nodelist={node}", "sleep", "1")
-    assert f"SLURM job {job} is requeued" in log.read_text()
-    start_again_now(slurm, job)
-    completed(slurm, job, log)
-    assert log.read_text().count("is requeued") == 1
-    whole, other = sent(slurm, tmp_path, *words, "run_name=whole")
-    completed(slurm, whole, other)
-    assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", 3000)
-
-
 def launched(slurm, folder, *words):
     """Start a sweep on SLURM, which waits for its jobs."""
     command = [sys.executable, "-m", "gpt2_fp8.run", "-m", "hydra/launcher=slurm", "run_name=sweep", *SMALL, *words]

@@ -1,7 +1,5 @@
 """The program `generate`: transformers' texts, each prompt as alone, and all that is wrong at once."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,6 @@
 """Hugging Face's weights in and out: logits equal to transformers', every bit back, and what cannot be expressed."""
 
-from __future__ import annotations
-
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,13 +100,9 @@ def write_checkpoint(path: Path, model: ModelConfig, weights: dict[str, torch.Te
     files.write(path, {"state_dict": dict(weights), "hyper_parameters": plain, "global_step": 0})
 
 
-_CACHED: list[Any] = []
-
-
+@functools.cache
 def _base() -> Any:
-    if not _CACHED:
-        _CACHED.extend(compose.preflight(["run_name=r"]))
-    return _CACHED[0]
+    return compose.preflight(["run_name=r"])[0]
 
 
 def edited(folder: Path, **changes: Any) -> Path:

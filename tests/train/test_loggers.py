@@ -1,10 +1,8 @@
 """metrics.csv, fp8.csv and TensorBoard over fresh starts, resumes, kills and full disks."""
 
 import csv
-import math
 import time
 
-import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -12,7 +10,6 @@ from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files
-from gpt2_fp8.train.tensorboard import is_known
 
 HEALTHS = [
     Health(FP8Tensor("blocks.0.qkv", "input", torch.float8_e4m3fn), 4.5, 99.5, 1e-9, 0.0, 2e-05, 3, -0.5),
@@ -97,19 +94,3 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         began = int(time.time())
         while shown > 2 and int(time.time()) == began:  # TensorBoard sorts files of one second by their number as text
             time.sleep(0.02)
-
-
-def test_training_and_validation_share_a_chart(tmp_path):
-    logger = event_file(tmp_path, None)
-    logger.log_metrics({"train_loss": 2.0, "lr": 0.5, "tokens_per_second": 7.0, "fp8/scale_input": 3.0}, step=1)
-    logger.log_metrics({"val_loss": torch.tensor(1.0), "val_loss/books": 4.0}, step=1)
-    logger.finalize("success")
-    train, val = curves(tmp_path, "train"), curves(tmp_path, "val")
-    assert train.Scalars("loss")[0].value == 2.0
-    assert val.Scalars("loss")[0].value == 1.0
-    assert val.Scalars("loss/perplexity")[0].value == pytest.approx(math.e)
-    assert val.Scalars("loss/books")[0].value == 4.0
-    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(train.Tags()["scalars"])))
-    assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
-    assert is_known("val_loss/books")
-    assert not is_known("weight_norm")

@@ -1,7 +1,5 @@
 """Whole runs on a mixture of sources and on files of token ids, as a user types them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

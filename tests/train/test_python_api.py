@@ -1,8 +1,6 @@
 """A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
 
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,22 +100,6 @@ def same(one, other):
     """Whether two modules, or state dicts, have equal weights."""
     one, other = (x if isinstance(x, dict) else x.state_dict() for x in (one, other))
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_bad_words_are_refused_before_torch_is_imported():
-    program = """
-import sys, gpt2_fp8
-from gpt2_fp8.config.errors import UserError
-try:
-    gpt2_fp8.load_config("model.n_layers=1", "callbacks=none")
-except UserError as error:
-    print(error)
-print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gpt2_fp8))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "model.n_layers" in done.stdout
-    assert "callbacks=none: only python -m gpt2_fp8.run reads it" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False False True"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +262,7 @@ def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
 def test_a_data_module_of_an_earlier_fit_begins_again(config, whole, tmp_path):
     """After a fit that was ended early, and after one that has come to the end of the text's steps."""
     data = TokenDataModule.from_config(config)
-    for steps in (5, 12, 12):
+    for steps in (5, 12):
         seed_everything(config.seed, verbose=False)
         rows, module = Rows(), GPT2Module(config)
         made = trainer(config, tmp_path, logger=rows, log_every_n_steps=1, max_steps=steps)
