@@ -60,7 +60,8 @@ def test_a_resume_under_another_optimizer_is_refused_and_its_weights_are_taken(t
     assert torch.isfinite(module(torch.zeros(1, 8, dtype=torch.int64))).all()
     with pytest.raises(UserError) as told:
         train(tmp_path / "run", "optimizer=adamw", f"ckpt_path={path}")
-    assert f"optimizer={name}" in told.value.problems[0].cause
+    (problem,) = told.value.problems
+    assert f"optimizer={name}" in problem.cause
     train(tmp_path / "anew", "optimizer=adamw", f"init_from={path}", "ckpt_path=null", "optim.lr=1e-12")
     torch.testing.assert_close(read_weights(checkpoint(tmp_path / "anew", 12)), read_weights(path), rtol=0, atol=1e-8)
 
