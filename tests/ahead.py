@@ -21,11 +21,7 @@ def jumped(step, number):
 
 
 def trained(step, batches, wrong, ahead):
-    """Train; without `ahead` each step is settled before the next one comes.
-
-    `wrong(step, number)` is called after a batch's gradients. Returns the numbers of the batches whose gradients were
-    computed, and what was settled.
-    """
+    """Train; the numbers of the batches whose gradients were computed, and what was settled."""
     of_step, computed, settled = step.attempts._gradients.of_step, [], []
 
     def spoiled(text, size):

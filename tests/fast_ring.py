@@ -1,8 +1,4 @@
-"""The fast ring, `pytest -m fast`: which tests are in it, and that none of them starts a process or trains a run.
-
-A test in one of `PLACES` is marked `fast`, unless it is marked `whole` or `slow`. The mark is kept honest: what a
-fast test or its fixtures would start is refused, and after a minute the test ends.
-"""
+"""The fast ring, `pytest -m fast`: the tests of `PLACES`, none of which may start a process or train a run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Python programs in processes that have imported torch, Lightning and Hydra: a second in place of six.
-
-`Popen([sys.executable, ...])`, `run([sys.executable, ...])` and `python(...)` stand for what `subprocess` starts, where
-a test needs a process of its own, or a run of several ranks, and no more. These need a really new one (`runs.command`):
-what happens before torch is imported, locales, limits of the system, closed streams, and variables that a library reads
-when it is imported. Forked processes also share one hash seed, so of two whose results are compared, one is new.
-"""
+"""Python programs in processes that have imported torch, Lightning and Hydra: a second in place of six."""
 
 from __future__ import annotations
 
@@ -35,39 +29,15 @@ _NOT_OURS = (
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
           "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
-# Only these may differ from one process to the next: they are read when they are needed.
-READ_LATE = {
-    "HOME", "TMPDIR", "XDG_CACHE_HOME", "TIKTOKEN_CACHE_DIR", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "SECRET",
-    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "SEEN", "ENVIRONMENT",
-    "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY",
-    # A rank's, which Lightning reads when it builds a Trainer.
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "HYDRA_FULL_ERROR",
-    "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",  # torchrun's agent does, whenever processes are started
-}  # fmt: skip
-_LATE = ("GPT2_FP8_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_", "OMPI_")  # a run's or a launcher's word to its ranks
 _of_ranks: ForkServer | None = None  # in a forked run: where its ranks come from
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class ForkServer:
-    """A process that forks on request; what it forks becomes a child of the process that asks.
+    """A process that forks on request; what it forks becomes a child of the process that asks."""
 
-    Args:
-        connection: to the server, which is a child of this process.
-        environment: what it was started with.
-        late: the variables of which a forked process may have other values.
-    """
-
-    def __init__(self, connection: socket.socket, environment: dict[str, str], late: set[str]) -> None:
-        self._connection, self._environment, self._late = connection, environment, late
-        self._lock = threading.Lock()
-
-    def early(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the variables of `environment` that a forked process would read too late."""
-        others = dict(environment.items() ^ self._environment.items()).keys() - self._late
-        return sorted(name for name in others if not name.startswith(_LATE))
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock = connection, threading.Lock()
 
     def start(self, streams: list[int], **request: Any) -> int:
         """Return the id of a new child whose standard streams are `streams`."""
@@ -85,12 +55,7 @@ class ForkServer:
 
 
 class Popen(subprocess.Popen[Any]):
-    """`subprocess.Popen` of `[sys.executable, *words]`, forked.
-
-    With `ranks`, the ranks that the program starts are forked too. After `seconds` it says where it is.
-
-    Raises ValueError for another program, and for a variable that a forked process would read too late.
-    """
+    """`subprocess.Popen` of `[sys.executable, *words]`, forked; with `ranks` so are those that the program starts."""
 
     def __init__(self, args: Any, *, ranks: bool = False, seconds: float | None = None, **options: Any) -> None:
         self._asked = {"ranks": ranks, "seconds": seconds}
@@ -104,8 +69,6 @@ class Popen(subprocess.Popen[Any]):
         _, *words = given["args"]
         words = words[1:] if words[0] == "-u" else words  # as torchrun's agent starts its ranks
         environment = self._seen(os.environ if given["env"] is None else given["env"])
-        if early := server().early(environment):
-            raise ValueError(f"a forked process cannot have its own {', '.join(early)}: start one by `runs.command`")
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         self.pid = server().start(
             [number if stream == -1 else stream for number, stream in enumerate(streams)],
@@ -159,16 +122,16 @@ def _started() -> ForkServer:
         )  # fmt: skip
     if here.recv(64) != b"ready":
         raise RuntimeError("the fork server did not start; its own output says why")
-    started = ForkServer(here, environment, READ_LATE)
+    started = ForkServer(here)
     atexit.register(process.wait)
     atexit.register(started.close)  # the last to be registered is the first to be called
     return started
 
 
-def fork_ranks(connection: socket.socket, environment: dict[str, str]) -> None:
+def fork_ranks(connection: socket.socket) -> None:
     """Have this process, which was forked, start its ranks by the server behind `connection`."""
     global _of_ranks
-    _of_ranks = ForkServer(connection, environment, READ_LATE)
+    _of_ranks = ForkServer(connection)
     subprocess.Popen = PopenOfRanks  # type: ignore[assignment,misc]
 
 
@@ -205,11 +168,7 @@ def run(
 def python(
     *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` as a forked process: `-m MODULE`, `-c CODE` or a file, and arguments.
-
-    `given` is what it reads on standard input, and `environment` adds to this process's own. With `ranks`, the ranks
-    that it starts are forked too. Raises `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
-    """
+    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input."""
     command = [str(word) for word in words]
     process = Popen(
         [sys.executable, *command], cwd=cwd, env=os.environ | environment, text=True, errors="surrogateescape",

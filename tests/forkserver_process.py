@@ -1,9 +1,4 @@
-"""The process behind `tests.forkserver`: it imports what a run imports, and forks for each request.
-
-A request comes over a socket, with three streams; the answer is the id of the new process. It becomes `python WORDS`: a
-child of who asked, in a session or group, with its folder, environment, streams, `__main__`, and the exit code of an
-interpreter. `gpt2_fp8.run` itself is not imported here, since the program that is run must be new to its process.
-"""
+"""The process behind `tests.forkserver`: it imports what a run imports, and becomes `python WORDS` for each request."""
 
 from __future__ import annotations
 
@@ -44,8 +39,7 @@ def main() -> None:
     from gpt2_fp8 import compose
 
     compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
-    if "huggingface_hub" in sys.modules:
-        raise RuntimeError("huggingface_hub reads its variables when it is imported: take them out of READ_LATE")
+    assert "huggingface_hub" not in sys.modules, "it reads its variables when it is imported"
     gc.collect()
     gc.freeze()  # a collection in a forked process passes over all of it
     connection.send(b"ready")
@@ -53,10 +47,7 @@ def main() -> None:
 
 
 def _version(name: str, known: Callable[[str], str] = importlib.metadata.version) -> str:
-    """Return a package's version, as if transformers were not installed.
-
-    Where it is, torchmetrics, which Lightning imports, imports it, and with it huggingface_hub.
-    """
+    """Hide transformers, which torchmetrics would import, and with it huggingface_hub."""
     if name == "transformers":
         raise importlib.metadata.PackageNotFoundError(name)
     return known(name)
@@ -145,14 +136,14 @@ def _take_place(request: dict[str, Any], streams: list[int]) -> None:
     tempfile.tempdir = None  # TMPDIR may be another
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]  # read when Lightning is imported
     if request["ranks"]:
-        _serve_ranks(request["environment"])
+        _serve_ranks()
     np.random.seed()  # torch's generator has the same seed in every new process, Python's is drawn again by `fork`
     if request["seconds"]:
         faulthandler.enable()
         faulthandler.dump_traceback_later(request["seconds"])  # where it hangs
 
 
-def _serve_ranks(environment: dict[str, str]) -> None:
+def _serve_ranks() -> None:
     """Leave a process as this one is now, to be forked when the program starts its ranks. It ends with the program."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
@@ -165,7 +156,7 @@ def _serve_ranks(environment: dict[str, str]) -> None:
         serve(there)
         os._exit(0)
     there.close()
-    forkserver.fork_ranks(here, environment)
+    forkserver.fork_ranks(here)
 
 
 def _run(words: list[str]) -> None:

@@ -1,8 +1,4 @@
-"""What a process of the suite does once: reading and composing the same files, and collecting what lives for good.
-
-Hydra takes 0.12 s to compose the project's files, a quarter of it to parse them. Every run ends with a collection of
-garbage. It looks at all objects of torch and of the tests, which takes 0.2 to 0.6 s. No test asks for that again.
-"""
+"""What a process of the suite does once: composing the same files, and collecting what lives for good."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compose(config_name: str, words: list[str], return_hydra_config: bool = False) -> DictConfig:
-    """Compose as `hydra.compose`, and remember what choices among the project's own files come to.
-
-    The other words are put into a copy of that, as Hydra does. Hydra composes again where a user's folder is searched,
-    or words set Hydra's own settings or have a `${...}`.
-    """
+    """Compose as `hydra.compose`, and remember what choices among the project's own files come to."""
     path = GlobalHydra.instance().config_loader().get_search_path().get_path()
     apart = any(word.lstrip("+~").startswith("hydra") or "$" in word for word in words)
     if apart or not return_hydra_config or [(entry.provider, entry.path) for entry in path] != _PATH:

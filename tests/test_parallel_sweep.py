@@ -1,7 +1,4 @@
-"""A sweep over GPUs that the machine does not have: jobs at the same time, each in a process that sees its own GPU.
-
-`CUDA_VISIBLE_DEVICES=0,1` stands for two GPUs. torch sees none behind them, so the jobs train on the CPU.
-"""
+"""A sweep over GPUs that the machine does not have: CUDA_VISIBLE_DEVICES=0,1 stands for two; jobs train on the CPU."""
 
 import csv
 import itertools

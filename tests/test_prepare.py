@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from gpt2_fp8 import prepare
@@ -16,7 +15,6 @@ from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data import formats, reader
 from tests import forkserver
 from tests.data.corpora import write_jsonl
-from tests.data.token_files_made import nano
 from tests.runs import SMALL, summary, train
 
 BYTES = ["data.tokenizer=bytes", "data.num_workers=0"]
@@ -122,7 +120,9 @@ def readings(here):
     return {name: names.count(name) for name in set(names)}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)]
+)
 def test_it_goes_on_after_it_was_stopped(number, code, here):
     (here / "counting.py").write_text(COUNTING)
     (here / "read").mkdir()
@@ -169,12 +169,6 @@ def test_text_that_a_run_needs_only_a_part_of(here, capsys):
     assert few[1] < run[1] < whole[1]
     first = [*words, "trainer.overfit_batches=1"]
     assert counts(said(capsys, *first).out)[0]["training"] == few
-
-
-def test_nothing_is_prepared_for_token_files(here, capsys):
-    nano(here / "a.bin", np.arange(20_000) % 50_000)
-    words = ["data=token_files", "data.train_files=[a.bin]", "data.val_sequences=0", "run_name=r"]
-    assert said(capsys, *words).out == "data=token_files: nothing to prepare, since its files have token ids already\n"
 
 
 def test_a_cache_is_needed(here, capsys):

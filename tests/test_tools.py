@@ -1,6 +1,5 @@
 """The tools of the tests: forked programs, what is composed once, and the fast ring."""
 
-import signal
 import subprocess
 import sys
 
@@ -11,35 +10,6 @@ from omegaconf import OmegaConf
 from gpt2_fp8.compose import composition
 from tests import once
 from tests.fast_ring import alone
-from tests.forkserver import python
-
-# ---- a forked program is to its author what `python WORDS` is ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "ended", "said"),
-    [
-        ("raise SystemExit(3)", 3, ""),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        ("import atexit, os; atexit.register(os.write, 2, b'bye')", 0, "bye"),
-    ],
-)
-def test_it_ends_as_an_interpreter_does(tmp_path, code, ended, said):
-    done = python("-c", code, cwd=tmp_path)
-    assert done.returncode == ended
-    assert done.stderr.endswith(said)
-
-
-def test_one_that_hangs_is_ended_and_says_where(tmp_path):
-    code = "import time\ndef hang():\n    time.sleep(60)\nhang()"
-    with pytest.raises(subprocess.TimeoutExpired) as ended:
-        python("-c", code, cwd=tmp_path, timeout=2)
-    assert "in hang" in str(ended.value.stderr)
-
-
-# ---- what is composed once is what Hydra composes ----------------------------------------------------------------
-
 
 WORDS = [
     [],
@@ -56,9 +26,6 @@ def test_it_is_what_hydra_composes(words):
         composed = once.compose("config", words, return_hydra_config=True)
         expected = hydra.compose("config", words, return_hydra_config=True)
     assert OmegaConf.to_yaml(composed) == OmegaConf.to_yaml(expected)
-
-
-# ---- the fast ring refuses what would make it slow ---------------------------------------------------------------
 
 
 def test_a_fast_test_that_starts_something_fails():

@@ -149,27 +149,22 @@ def test_64_a_validation_takes_the_room_of_cuda_graphs_before_it_becomes_smaller
     assert not caplog.records
 
 
-def test_64_a_step_that_is_run_again_in_bf16_takes_the_room_of_cuda_graphs_before_it_becomes_smaller(caplog):
+@pytest.mark.parametrize(
+    ("room", "many", "asked", "fits"),
+    [(4, False, [("bf16 beside graphs", 12), ("bf16", 4)], 4), (4, True, [("bf16", 4)], 4),
+     (2, True, [("bf16", 4), ("bf16", 2)], 2)],
+)  # fmt: skip
+def test_64_steps_in_bf16_take_the_room_of_cuda_graphs_before_they_become_smaller(room, many, asked, fits):
+    """At once where `many` steps follow."""
     gradients = BesideGraphs(room=4)
     of = attempts(gradients, size=4)
     of.in_own_precision(IDS, undo)
     gradients.asked.clear()
-    of.in_bf16(IDS)
-    assert gradients.asked == [("bf16 beside graphs", 12), ("bf16", 4), AGREE]
-    assert gradients.discarded == 1, "the gradients of the attempt"
-    assert len(caplog.records) == 1, "no size has changed"
-
-
-def test_steps_that_all_compute_in_bf16_free_the_graphs_first_and_then_become_smaller():
-    gradients = BesideGraphs(room=8)
-    of = attempts(gradients, size=8)
-    of.in_own_precision(IDS, undo)
-    gradients.asked.clear()
-    gradients.room = 4
-    of.in_bf16(IDS, many=True)
-    assert gradients.asked == [("bf16", 8), ("bf16", 4), AGREE]
-    assert of.training.size == 8
-    assert of.state_dict()["fits_in_bf16"] == 4
+    gradients.room = room
+    of.in_bf16(IDS, many=many)
+    assert gradients.asked == [*asked, AGREE]
+    assert of.training.size == 4
+    assert of.state_dict().get("fits_in_bf16", 4) == fits
 
 
 @pytest.mark.parametrize(("saved", "expected"), [(4, 4), (3, None), (None, None)])

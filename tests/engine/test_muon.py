@@ -59,13 +59,6 @@ def test_each_matrix_of_a_packed_weight_is_made_orthogonal_by_itself():
         assert torch.equal(packed[part], alone)
 
 
-def test_an_update_is_about_as_large_as_adamws():
-    matrix = torch.nn.Parameter(torch.zeros(256, 64))
-    matrix.grad = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
-    of_one(matrix, lr=1.0).step()
-    assert matrix.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
-
-
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_the_matrices_of_the_blocks_are_muons_and_nothing_else(mlp, tied_head):

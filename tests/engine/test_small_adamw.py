@@ -103,16 +103,6 @@ def test_a_skipped_update_changes_nothing_and_leaves_no_trace(first):
         assert torch.equal(tensor, other.state[skipping][name])
 
 
-def test_another_seed_or_name_rounds_otherwise_and_the_same_the_same():
-    found = []
-    for seed in (1, 1, 2):
-        parameter = weights()
-        steps(optimizer := optimizer_of([parameter], seed=seed), parameter, gradients())
-        found.append(optimizer.state[parameter]["exp_avg_sq"].clone())
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-
-
 def test_a_large_parameter_is_updated_in_parts_that_do_not_show(monkeypatch):
     whole, parts = weights((300, 100)), weights((300, 100))
     given = gradients((300, 100), 3)

@@ -1,5 +1,6 @@
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,3 +96,24 @@ def test_clip_ratio_is_what_gradients_were_multiplied_by():
     _, _, tight, _ = one_update(max_grad_norm=loose.read().grad_norm / 4)
     assert tight.read().clip_ratio == pytest.approx(0.25, rel=1e-4)
     assert tight.read().grad_norm == loose.read().grad_norm
+
+
+def test_only_matrices_decay():
+    model = build()
+    optimizer = build_optimizer(model, OPTIM)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, plain = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+    assert all(name.endswith("weight") and "layer_norm" not in name for name in decayed)
+    assert all("bias" in name or "layer_norm" in name for name in plain)
+    assert sorted(decayed + plain) == sorted(names.values())
+    assert decayed == sorted(decayed)
+
+
+def test_adamw_has_the_numbers_of_the_settings():
+    config = replace(OPTIM, lr=3e-4, beta1=0.8, beta2=0.97, eps=1e-7)
+    optimizer = build_optimizer(build(), config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.97), 1e-7)

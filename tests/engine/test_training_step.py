@@ -1,40 +1,30 @@
 """A training step beside others: the first scales, the memory of the first update, gradients ahead of a verdict."""
 
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from gpt2_fp8 import compose
 from gpt2_fp8.engine.step import StepResult
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.runtime.signals import Interrupted
 from tests.ahead import jumped, not_finite, nothing, trained
-from tests.runs import SMALL, assert_equal
+from tests.runs import assert_equal, training_step
 
 DELAYED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=delayed"]
 
 
-def built(*words):
-    (config,) = compose.preflight([*SMALL, *words])
-    step = TrainingStep(config, resolve(config, "cpu"), 257)
-    step.initialise()
-    step.prepare_optimizer()
-    return step
-
-
 def ids(sequences, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 257, (sequences, 33), dtype=torch.int32, generator=generator)
+    return torch.randint(0, 256, (sequences, 33), dtype=torch.int32, generator=generator)
 
 
 @pytest.mark.parametrize("sequences", [2, 1])
 def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
     """Its ids are no share of a step, and gradients are of the mean over such a share."""
     words = [*DELAYED, "global_batch_size=16", f"micro_batch_size={sequences}"]
-    first, second = built(*words), built(*words)
+    first, second = training_step(*words), training_step(*words)
     text = ids(16)
     first(text)
     first.settle()
@@ -47,8 +37,6 @@ def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
         assert torch.equal(found[1][name], expected), name
 
 
-# ---- gradients ahead of a verdict ------------------------------------------------------------------------------------
-
 STEPS = 6
 
 
@@ -60,7 +48,7 @@ def drawn(step, number):
 
 def trained_on_bytes(words, wrong, ahead):
     torch.manual_seed(5)
-    step = built(*words)
+    step = training_step(*words)
     return step, *trained(step, [ids(8, seed) for seed in range(STEPS)], wrong, ahead)
 
 
@@ -90,7 +78,7 @@ def test_gradients_ahead_of_a_verdict_change_no_bit(words, wrong, twice):
 
 
 def test_they_come_before_the_verdict_is_waited_for(monkeypatch):
-    step, order = built("global_batch_size=8", "micro_batch_size=4"), []
+    step, order = training_step("global_batch_size=8", "micro_batch_size=4"), []
     read, make = StepResult.read, step.attempts.make
     monkeypatch.setattr(StepResult, "read", lambda self: order.append("verdict") or read(self))
     step.attempts.make = lambda *of, **how: order.append("gradients") or make(*of, **how)
@@ -99,53 +87,60 @@ def test_they_come_before_the_verdict_is_waited_for(monkeypatch):
     assert order == ["gradients", "gradients", "verdict", "gradients", "verdict"]
 
 
-def test_an_error_that_settling_raises_takes_them_back():
-    """As a rollback's: what is saved then is the state after the step that was settled."""
+def refuse(result):
+    raise RuntimeError("back")
+
+
+@pytest.mark.parametrize("error", [Interrupted(signal.SIGTERM), RuntimeError("a hook"), None])
+def test_what_ends_them_leaves_the_step_before_settled(error):
+    """None: what settling raises, as a rollback. No gradient is left; scales and random numbers are as they were."""
     found = []
     for ahead in (True, False):
         torch.manual_seed(5)
-        step = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
-        for seed in range(2):
-            step(ids(8, seed))
+        step, settled, passes = training_step(*DELAYED, "global_batch_size=8", "micro_batch_size=4"), [], []
+        step.on_settled += [settled.append, *[refuse] * (error is None)]
+        step(ids(8, 0))
+        backward = step.attempts._gradients._backward
 
-        def refuse(result):
-            raise RuntimeError("back")
+        def ended(loss, passes=passes, backward=backward):
+            torch.rand(3)
+            backward(loss)
+            passes.append(loss)
+            if len(passes) == 2:
+                raise error
 
-        step.on_settled.append(refuse)
-        with pytest.raises(RuntimeError, match="back"):
-            step(ids(8, 2)) if ahead else step.settle()
+        if ahead and error is not None:
+            step.attempts._gradients._backward = ended
+        with pytest.raises(type(error or RuntimeError())) if ahead or error is None else nullcontext():
+            step(ids(8, 1)) if ahead else step.settle()
+        assert len(settled) == step.schedule.last_epoch == 1
         assert all(weight.grad is None for weight in step.model.parameters())
         found.append((step.model.state_dict(), step.state_dict(), {"random": torch.get_rng_state()}))
     for one, other in zip(*found, strict=True):
         assert_equal(one, other, "state")
 
 
-@pytest.mark.parametrize("error", [Interrupted(signal.SIGTERM), RuntimeError("a hook")], ids=["signal", "error"])
-def test_what_ends_them_leaves_the_step_before_settled(error):
-    """As if that step had been settled first: no gradient is left, and scales and random numbers are as they were."""
+def test_a_step_that_begins_again_is_one_of_the_smaller_size_to_the_bit():
+    """Without room in its second part, after scales and histories have seen the first."""
     found = []
-    for ahead in (True, False):
-        torch.manual_seed(5)
-        step, settled = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4"), []
-        step.on_settled.append(settled.append)
+    for again in (True, False):
+        step = training_step(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
         step(ids(8, 0))
-        if ahead:
-            passes, backward = [], step.attempts._gradients._backward
+        step.settle()
+        gradients = step.attempts._gradients
+        loss, parts = gradients.loss, iter(range(100))
 
-            def ended(loss, passes=passes, backward=backward):
-                torch.rand(3)
-                backward(loss)
-                passes.append(loss)
-                if len(passes) == 2:
-                    raise error
+        def limited(text, *rest, loss=loss, parts=parts, again=again):
+            if next(parts) == 1 and again:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return loss(text, *rest)
 
-            step.attempts._gradients._backward = ended
-            with pytest.raises(type(error)):
-                step(ids(8, 1))
-        else:
-            step.settle()
-        assert len(settled) == step.schedule.last_epoch == 1
-        assert all(weight.grad is None for weight in step.model.parameters())
-        found.append((step.model.state_dict(), step.state_dict(), {"random": torch.get_rng_state()}))
+        gradients.loss = limited
+        step.attempts.training.size = 4 if again else 2
+        step(ids(8, 1))
+        step.settle()
+        assert step.attempts.training.size == 2
+        states = step.model.state_dict(), step.optimizer.state_dict(), state.capture(step.model)
+        found.append((*states, {"loss": step.last.read().loss}))
     for one, other in zip(*found, strict=True):
         assert_equal(one, other, "state")

@@ -1,11 +1,4 @@
-"""Kills processes that save at every step, and looks at what is left; a program of its own, because it forks.
-
-    python killing.py FOLDER KILLS SEED writer    the writer alone, with 2 MB of state that its step can be told from
-    python killing.py FOLDER KILLS SEED run       tiny runs, continued until they end, as one in peace does
-
-Everything is imported once, and each process to be killed is forked off that. Prints a line of JSON: how many were
-killed, and how many of those in the midst of a checkpoint. Ends with a traceback at the first that is not readable.
-"""
+"""Kills processes that save at every step: `killing.py FOLDER KILLS SEED writer|run`; each is forked off this one."""
 
 from __future__ import annotations
 
@@ -103,8 +96,7 @@ def kill_runs(folder, kills):
     plain = Tiny.log
 
     def log(self, name, value, **settings):
-        """As `Throughput` logs: before a checkpoint of the step is taken. Lightning would write the row after it, and a
-        process that is killed between the two has lost it."""
+        """As `Throughput` logs: before a checkpoint is taken, so that no kill between the two loses the row."""
         if settings:  # a validation's
             plain(self, name, value, **settings)
         elif name != "step":

@@ -1,8 +1,4 @@
-"""FP8 where there is none: a run that takes itself for one in FP8 and computes in bf16, and faults to put into it.
-
-What it computes in "FP8" and what it computes again in bf16 is the same arithmetic, so that a step which was run again
-leaves no trace: a run with such steps must equal one without, bit for bit.
-"""
+"""A run that takes itself for one in FP8 and computes in bf16, so that a step run again leaves no trace; its faults."""
 
 import math
 from contextlib import contextmanager, nullcontext
@@ -51,12 +47,7 @@ def pretend(patch):
 
 
 class Faults:
-    """What is to go wrong, by a function of (module, step from 1, precision of the pass: "fp8", "bf16" or "fp32").
-
-    `loss(...)` and `gradient(...)` are called after every computation of a step's gradients: what the first returns
-    multiplies the loss that is reported, and the gradients where the second says so. `after(module, step)` is called
-    after the step.
-    """
+    """What multiplies the loss, and a gradient, of a pass: of step (from 1) and precision ("fp8", "bf16" or "fp32")."""
 
     def loss(self, module, step, precision):
         return 1.0

@@ -1,7 +1,5 @@
 """Text that changes under a run, its files' names and sizes staying the same."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -107,19 +105,6 @@ def test_a_checkpoint_without_digests_goes_on(many_units: Path) -> None:
     assert again.state_dict()["digests"]["train"] != made.state_dict()["digests"]["train"]  # of what it has read since
     late = module(config, max_steps=60)
     late.load_state_dict(again.state_dict())
-
-
-def test_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path) -> None:
-    made = module(files_config(many_units), max_steps=10_000)
-    first: list[int] = []
-    loader = iter(made.train_dataloader())
-    while len(set(first)) < 70:
-        first += next(loader)["cursor"]["units"]
-    made.text.pool._kept.clear()  # where all of a corpus does not stay in memory
-    for i in range(70):
-        change(file_of(made, i))
-    assert CHANGED in refusal(lambda: [next(loader) for _ in range(100)])
-    made.teardown()
 
 
 def test_validation_text_is_held_to_what_it_was(many_units: Path) -> None:

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LONG = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "trainer.max_steps=4000", "run_name=run"]
 
-# ---- lost in start-up --------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time
@@ -56,7 +55,7 @@ import os, signal, sys, time
 class Finder:
     def find_spec(self, name, *_):
         if name == "torch.nn":
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
             raise ImportError("half a torch")
 
@@ -72,14 +71,11 @@ def test_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path):
     done = subprocess.run(
         [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 143, done.stdout + done.stderr
+    assert done.returncode == 130, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     report = summary(tmp_path / "outputs/run")
-    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 130, 0)
     assert not (tmp_path / "outputs/run/.lock").exists()
-
-
-# ---- terminals ---------------------------------------------------------------------------------------------------
 
 
 def test_a_terminal_that_is_closed(tmp_path):
@@ -107,30 +103,3 @@ def drain(terminal):
             pass
     except OSError:
         pass
-
-
-# ---- the benchmark -----------------------------------------------------------------------------------------------
-
-BENCH = """
-import os, signal, sys, time
-from gpt2_fp8 import bench
-def measure(*_):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-        handle = 1
-    finally:
-        print(handle)
-bench.measure = measure
-sys.exit(bench.main(["bench.model=[tiny]", "bench.precision=[fp32]", "trainer=cpu"]))
-"""
-
-
-def test_a_signal_to_the_benchmark_is_what_it_ends_with(tmp_path):
-    """Also where what it has interrupted fails for that."""
-    (tmp_path / "script.py").write_text(BENCH)
-    done = forkserver.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "stopped"), done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,7 +1,5 @@
 """Faults 71 and 72: no Transformer Engine, or one that does not load; a GPU too old."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Logs that a kill tore, that are damaged, or that cannot be written; temporary files that a kill left."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal
@@ -94,9 +92,6 @@ def test_a_damaged_log_is_put_aside_whole(tmp_path: Path, damage: str, caplog: p
     assert (tmp_path / "metrics.csv").read_text().split() == ["step,train_loss", "6,0.5"]
     assert (tmp_path / "metrics.csv.aside-1").read_bytes() == DAMAGES[damage]
     assert "is damaged (" in caplog.text
-
-
-# ---- what cannot be written --------------------------------------------------------------------------------------
 
 
 def test_a_log_on_the_terminal_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Faults 50 to 54: a hub that fails in every way, through the real client, by a hub on the loopback."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

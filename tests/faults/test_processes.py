@@ -8,8 +8,6 @@ from gpt2_fp8.data.reader import Readers, UnitReader
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.faults.unlucky import Once, be_killed, fail
 
-# ---- workers -----------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

@@ -1,8 +1,4 @@
-"""A real SLURM on this machine: two nodes, accounting, two partitions of which one preempts. All of it is in a folder.
-
-Needs root and Debian's slurmctld, slurmd, slurm-client, slurmdbd, mariadb-server and munge. The daemons have free
-ports, so another SLURM on the machine is left alone.
-"""
+"""A real SLURM of two nodes in a folder, on ports of its own; it needs root and Debian's packages."""
 
 from __future__ import annotations
 
@@ -86,11 +82,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[dict[str, str]]:
-    """Start a cluster whose files are in `folder`; yield the environment in which its commands are called.
-
-    Everything that was started, jobs included, is stopped at the end. Raises RuntimeError with a daemon's log if it
-    does not answer.
-    """
+    """Start a cluster whose files are in `folder`; yield the environment in which its commands are called."""
     folder.chmod(0o755)
     ports = dict(zip(("ctld", "dbd", "sql", *NODES), _free_ports(5), strict=True))
     values = {"folder": folder, "host": socket.gethostname(), "password": secrets.token_hex(8), **ports}

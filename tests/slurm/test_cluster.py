@@ -1,10 +1,6 @@
-"""Runs and sweeps on a real SLURM, which is started for them: two nodes on this machine.
-
-Marked slow, and skipped where Debian's packages are not, or where this is not root (`.ci/extras` installs them).
-"""
+"""Runs and sweeps on a real SLURM of two nodes on this machine, where it is installed (`.ci/extras`)."""
 
 import csv
-import json
 import subprocess
 import sys
 import time
@@ -12,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
 from tests.runs import assert_same_checkpoint, checkpoint, metrics
 from tests.slurm import cluster
 
@@ -110,68 +105,6 @@ def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slu
     whole, other = sent(slurm, tmp_path, *words, "run_name=whole", tasks=2)
     completed(slurm, whole, other)
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", LONG)
-
-
-OWN_SCRIPT = """\
-#!/bin/bash
-#SBATCH --signal=USR1@60 --requeue --open-mode=append --nodes=2 --ntasks-per-node=1 --time=30 --output=own-%j.out
-export PATH={path}:"$PATH" PYTHONPATH={source}
-srun --kill-on-bad-exit=1 torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 \\
-  --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id "$SLURM_JOB_ID" \\
-  -m gpt2_fp8.run {words}
-"""
-
-
-def test_torchrun_without_a_run_name_on_two_nodes_in_a_script_of_ones_own(slurm, tmp_path):
-    """With the options of `docs/slurm.md`, torchrun lives until the run is saved; the next turn finds its folder."""
-    steps = 1000
-    words = ["trainer.accelerator=cpu", *SMALL, f"trainer.max_steps={steps}"]
-    given = {"path": Path(sys.executable).parent, "source": Path(__file__).parents[2], "port": free_port()}
-    (tmp_path / "own.sh").write_text(OWN_SCRIPT.format(words=" ".join(words), **given))
-    job = said(slurm, "sbatch", "--parsable", "own.sh", cwd=tmp_path).strip()
-    log = tmp_path / f"own-{job}.out"
-    (folder,) = until(lambda: list(tmp_path.glob(f"outputs/slurm-{job}-*")), "the folder")
-    until(lambda: steps_logged(folder) > 20, "the run")
-    said(slurm, "scancel", "--signal=USR1", job)
-    start_again_now(slurm, job)
-    first = log.read_text()
-    assert "User defined signal" not in first, "torchrun has died of the signal"
-    assert "would end torchrun" not in first
-    completed(slurm, job, log)
-    text = log.read_text()
-    assert shown(slurm, job)["Restarts"] == "1"  # srun may end before it has passed on what rank 0 says of it
-    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in text
-    assert "continues  " in text, "the checkpoint of the first turn"
-    assert list((tmp_path / "outputs").iterdir()) == [folder]
-    assert len(metrics(folder)["train_loss"]) == steps
-
-
-def test_a_preempted_run_is_requeued_once_and_resumes_exactly(slurm, tmp_path):
-    """In the grace time of a preemption, SLURM sends SIGTERM, and leaves the rest to the job."""
-    words = ["trainer=cpu", *SMALL, "trainer.max_steps=3000"]
-    job, log = sent(slurm, tmp_path, *words, "run_name=cut", options=["--partition=low", "--exclusive"])
-    until(lambda: steps_logged(tmp_path / "outputs/cut") > 20, "the run")
-    node = shown(slurm, job)["NodeList"]
-    said(slurm, "srun", "--partition=high", "--exclusive", f"--nodelist={node}", "sleep", "1")
-    assert f"SLURM job {job} is requeued" in log.read_text()
-    start_again_now(slurm, job)
-    completed(slurm, job, log)
-    assert log.read_text().count("is requeued") == 1
-    whole, other = sent(slurm, tmp_path, *words, "run_name=whole")
-    completed(slurm, whole, other)
-    assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", 3000)
-
-
-def test_a_cancelled_run_is_saved_and_not_requeued(slurm, tmp_path):
-    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=gone"]
-    job, log = sent(slurm, tmp_path, *words)
-    until(lambda: steps_logged(tmp_path / "outputs/gone") > 20, "the run")
-    said(slurm, "scancel", job)
-    until(lambda: shown(slurm, job)["JobState"] == "CANCELLED", "the end")
-    assert shown(slurm, job)["Restarts"] == "0"
-    assert "is requeued" not in log.read_text()
-    until((tmp_path / "outputs/gone/summary.json").exists, "the summary")
-    assert json.loads((tmp_path / "outputs/gone/summary.json").read_text())["status"] == "stopped"
 
 
 def launched(slurm, folder, *words):

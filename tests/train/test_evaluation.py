@@ -1,7 +1,5 @@
 """The program `evaluate`: a run's own validation loss to the last bit, other text and precisions, ranked endings."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import evaluate
-from gpt2_fp8.train import trained
 from gpt2_fp8.train.validation import logits
 from tests.runs import (
     EMULATED_FP8,
@@ -44,65 +43,23 @@ def test_the_training_is_the_same_and_validations_are_not(runs):
     assert summary(folder / "bf16")["config"]["precision"]["evaluation"] == "bf16"
 
 
-@pytest.mark.parametrize(("words", "layers"), [([], "plain torch, in bf16"), (["precision=bf16"], "plain torch")])
-def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, monkeypatch, capsys, words, layers):
-    monkeypatch.chdir(tmp_path)
-    folder = runs[1] / "bf16"
-    assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["loss"] == summary(folder)["last_val_loss"]
-    assert found["evaluation"] == "bf16"
-    assert found["kernels"]["layers"] == layers
-    said = "bf16" if words else "fp8_hybrid, evaluation bf16"
-    assert f"precision          {said}\n" in capsys.readouterr().out
-
-
-def test_a_run_that_is_validated_otherwise_from_here_on_says_so_once(tmp_path, caplog):
-    train(tmp_path, *FP8, "trainer.max_steps=6")
-    for steps, words, told in ((9, FP8, 0), (12, IN_BF16, 1)):
-        caplog.clear()
-        train(tmp_path, *words, "ckpt_path=last", f"trainer.max_steps={steps}")
-        said = [record.message for record in caplog.records if "precision.evaluation=fp8 " in record.message]
-        assert len(said) == told
-
-
-def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, caplog, monkeypatch):
-    plain = trained.to_plain
-
-    def without_the_key(*args):
-        found = plain(*args)
-        del found["precision"]["evaluation"]
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trained, "to_plain", without_the_key)
-        train(tmp_path, *FP8)
-    caplog.clear()
-    train(tmp_path, *IN_BF16, "ckpt_path=last", "trainer.max_steps=16")
-    assert "precision.evaluation=fp8 " in caplog.text
-
-
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=block"]
+IN_FP8 = "FP8 emulated in plain torch"
+EVALUATED = [
+    ([], "bf16", "plain torch, in bf16"), (["precision=bf16"], "bf16", "plain torch"),
+    (["precision.fallback=error"], "bf16", "plain torch, in bf16"), (EMULATED, "fp8_hybrid", IN_FP8),
+    ([*EMULATED, "precision.evaluation=bf16"], "bf16", "plain torch, in bf16"),
+    (["recipe=current"], "fp8_hybrid", IN_FP8),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (EMULATED, "fp8_hybrid"), (["recipe=current"], "fp8_hybrid"), (["precision.fallback=error"], "bf16"),
-        ([*EMULATED, "precision.evaluation=bf16"], "bf16"),
-    ],
-    ids=["a precision", "a recipe", "what changes no number", "both"],
-)  # fmt: skip
-def test_fp8_that_is_named_is_what_evaluates(runs, tmp_path, monkeypatch, words, expected):
-    """Whatever the run was validated in: else the words would change nothing."""
+@pytest.mark.parametrize(("words", "expected", "layers"), EVALUATED)
+def test_evaluate_finds_the_runs_loss_unless_fp8_is_named(runs, tmp_path, monkeypatch, words, expected, layers):
     monkeypatch.chdir(tmp_path)
     folder = runs[1] / "bf16"
     assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
     found = json.loads((tmp_path / "result.json").read_text())
-    assert found["evaluation"] == expected
-    assert found["kernels"]["layers"] == (
-        "FP8 emulated in plain torch" if expected != "bf16" else "plain torch, in bf16"
-    )
+    assert (found["evaluation"], found["kernels"]["layers"]) == (expected, layers)
     assert (found["loss"] == summary(folder)["last_val_loss"]) == (expected == "bf16")
 
 
@@ -131,17 +88,3 @@ def test_no_scale_is_needed_or_found():
     assert torch.equal(evaluated(step), evaluated(plain))
     assert torch.equal(logits(step, IDS_OF_BYTES[:, :7], 256), logits(plain, IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready
-
-
-def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
-    """Both are computed by one twin, which drops nothing in a validation."""
-    again = []
-    for validates in (False, True):
-        step = training_step(*IN_BF16)
-        if validates:
-            evaluated(step)
-        torch.manual_seed(1)
-        again.append(step.attempts._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
-    assert torch.equal(*again)
-    step.model.eval()
-    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))

@@ -8,10 +8,8 @@ import torch
 
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.lane import Batches
-from gpt2_fp8.runtime.moments import Sent
 from gpt2_fp8.train.module import GPT2Module
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, record_steps, summary, train
+from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
@@ -81,17 +79,6 @@ def rates(path):
     return [group["lr"] for group in read(path)["optimizer_states"][0]["param_groups"]]
 
 
-def test_a_rate_that_jumps_at_a_resume_is_said(tmp_path, caplog):
-    train(tmp_path / "run")
-    (before,) = set(rates(checkpoint(tmp_path / "run", 12)))
-    train(tmp_path / "run", "ckpt_path=last", "trainer.max_steps=24")
-    logged = metrics(tmp_path / "run")["lr"]
-    assert logged[13] > 2 * logged[12]
-    both = [f"{rate:.1e}" for rate in (before, logged[13])]
-    (said,) = (message for message in caplog.messages if all(rate in message for rate in both))
-    assert "step 13" in said
-
-
 def test_a_decay_branches_off_a_stable_phase(tmp_path, caplog):
     stable = ["optim.schedule=constant", "optim.min_lr_ratio=1"]
     decay = ["optim.schedule=warmup_stable_decay", "optim.decay_steps=4", "optim.min_lr_ratio=0.1"]
@@ -153,44 +140,3 @@ def test_no_validation_where_none_is_wanted(tmp_path):
     assert train(tmp_path / "run", "data.val_sequences=0") is None
     assert "val_loss" not in metrics(tmp_path / "run")
     assert summary(tmp_path / "run")["last_val_loss"] is None
-
-
-def test_the_host_waits_for_a_step_when_the_next_batch_is_here(tmp_path, monkeypatch):
-    """And before a log (steps 1 and 5), a checkpoint (3 and 6) and a validation (4 and 8) at once."""
-    events, made, asked = [], Batches.next, Sent.read
-
-    def read(self):
-        events.append("wait") if self._read is None else None
-        return asked(self)
-
-    monkeypatch.setattr(Batches, "next", lambda self: events.append("batch") or made(self))
-    monkeypatch.setattr(Sent, "read", read)
-    ends = ["trainer.log_every_n_steps=5", "callbacks.checkpoint_every_n_steps=3", "trainer.val_check_interval=4"]
-    train(tmp_path / "run", *ends, "trainer.max_steps=9")
-    late, at_once = ["batch", "wait"], ["wait", "batch"]
-    assert events == ["batch", *at_once, *late, *at_once * 4, *late, *at_once, "wait"]
-
-
-def test_what_a_run_logs_by_its_module_is_on_the_host(tmp_path, monkeypatch):
-    """Lightning reads it after each later batch: on a GPU, that would wait for the step. See `compat`."""
-    log, seen = GPT2Module.log, []
-    monkeypatch.setattr(GPT2Module, "log", lambda self, name, value, **how: (
-        seen.append((name, isinstance(value, torch.Tensor) and value.device.type)), log(self, name, value, **how)
-    ))  # fmt: skip
-    train(tmp_path / "run")
-    assert set(seen) == {(name, "cpu") for name in ("train_loss", "tokens_per_second", "val_loss")}
-
-
-def test_a_hook_around_a_backward_can_read_the_step_before(tmp_path, monkeypatch):
-    """Then no gradient is computed before that step is settled. The run is the same."""
-    words = ["trainer.log_every_n_steps=100", "callbacks.sample_tokens=3"]
-    train(tmp_path / "plain", *words)
-    seen = []
-
-    def hook(module):
-        seen.append((module.global_step, module.step.schedule.last_epoch, module.step.last))
-
-    monkeypatch.setattr(GPT2Module, "on_after_backward", hook)
-    train(tmp_path / "hooked", *words)
-    assert [(step, settled) for step, settled, _ in seen][::2] == [(step, step) for step in range(12)]
-    assert_same_checkpoint(checkpoint(tmp_path / "plain", 12), checkpoint(tmp_path / "hooked", 12))

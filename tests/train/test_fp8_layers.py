@@ -1,7 +1,4 @@
-"""Whole runs in FP8 on a CPU, in both families of layers that can compute it there, torchao's if it is emulated.
-
-FP8 learns what bf16 learns. A run changes its layers and computes a bad step again as any other.
-"""
+"""Whole runs in FP8 on a CPU, in both families of layers that can compute it there, torchao's if it is emulated."""
 
 import math
 
@@ -9,7 +6,8 @@ import pytest
 
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.fp8.backends import Emulated, Torchao
-from tests.runs import checkpoint, metrics, summary, train
+from gpt2_fp8.train.trained import from_checkpoint
+from tests.runs import checkpoint, metrics, summary, train, training_step
 
 pytestmark = pytest.mark.whole
 EMULATED, TORCHAO, BF16 = "precision.backend=emulated", "precision.backend=torchao", "precision=bf16"
@@ -25,7 +23,7 @@ NOISE = 0.02  # of the loss; bf16 runs of seeds 2 to 4 deviate by 0.4, 0.5 and 2
 @pytest.fixture(autouse=True)
 def _emulating(request):
     """Let a CPU do torchao's FP8 for a test that asks for it, and for no other."""
-    if TORCHAO in str(request.node.callspec.params):
+    if TORCHAO in str(getattr(request.node, "callspec", "")):
         request.getfixturevalue("emulating_torchao")
 
 
@@ -91,3 +89,21 @@ def test_a_step_that_is_not_finite_is_run_again_in_bf16(tmp_path, monkeypatch, b
     assert (found["status"], found["steps"], found["skipped_steps"]) == ("completed", 12, 0)
     assert found["divergence"]["reruns"] == 1
     assert found["precision"]["ran"] == "fp8_hybrid"
+
+
+def test_scales_are_saved_and_a_checkpoint_of_before_finds_its_anew(tmp_path, caplog):
+    """`precision.emulate` once chose single operands, and the head had scales."""
+    train(tmp_path, EMULATED)
+    plain = read(checkpoint(tmp_path, 12))
+    scaling = plain["training_step"]["scaling"]
+    assert "emulated" in scaling["settings"]
+    assert scaling["scales.scaling_fwd.scale"].numel() == 2 * 4
+    assert scaling["scales.scaling_bwd.amax_history"].shape == (16, 4)
+    assert (scaling["scales.scaling_bwd.amax_history"][1:12] > 0).all()
+    plain["hyper_parameters"]["precision"]["emulate"] = ["weight"]
+    with caplog.at_level("INFO"):
+        assert from_checkpoint(plain, tmp_path).precision.backend == "emulated"
+        step = training_step(EMULATED, "recipe=delayed")
+        step.scaling.load_state_dict(dict(scaling, settings="of before"))
+        assert not step.scaling.take()
+    assert "precision.emulate is dropped" in caplog.text

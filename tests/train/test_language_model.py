@@ -1,7 +1,5 @@
 """`gpt2_fp8.build`: the model in a loop of one's own."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,14 +1,12 @@
 """`precision.bf16_last_steps`: a run in FP8 whose last steps compute in bf16, as one that is continued so by hand."""
 
 import csv
-import math
 
 import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.runs import (
     EMULATED_FP8,
     SMALL,
@@ -83,30 +81,6 @@ def test_the_health_of_fp8_ends_with_its_last_step(last):
     assert list(metrics(folder)["fp8/scale_weight"]) == [*range(1, 9)]
     with (folder / "fp8.csv").open(newline="") as file:
         assert {int(row["step"]) for row in csv.DictReader(file)} == {1, 8}
-
-
-class AnInfiniteGradient(Faults):
-    """In step 11, in any precision."""
-
-    def gradient(self, module, step, precision):
-        return math.inf if step == 11 else 1.0
-
-    def loss(self, module, step, precision):
-        self.passes = [*getattr(self, "passes", []), (step, precision)]
-        return NAN if (step, precision) == (3, "fp8") else 1.0
-
-
-def test_a_bad_step_in_bf16_is_left_out_and_not_computed_again(tmp_path):
-    faults = AnInfiniteGradient()
-    with going_wrong(faults):
-        train(tmp_path, "precision=fp8_hybrid", "precision.bf16_last_steps=4")
-    assert faults.passes == [
-        *((step, "fp8") for step in (1, 2, 3)), (3, "bf16"), *((step, "fp8") for step in range(4, 9)),
-        *((step, "bf16") for step in range(9, 13)),
-    ]  # fmt: skip
-    found = summary(tmp_path)["divergence"]
-    assert [(event["step"], event["what"]) for event in found["events"]] == [(3, "rerun"), (11, "skip")]
-    assert "FP8" not in found["events"][1]["reason"]
 
 
 def test_a_run_without_a_step_in_fp8_is_refused():

@@ -1,13 +1,14 @@
 """Whole runs on a mixture of sources and on files of token ids, as a user types them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.programs import GenerateConfig
+from gpt2_fp8.train.generation import Generation
+from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.trained import from_checkpoint
 from tests.data.corpora import write_jsonl
 from tests.data.token_files_made import llm_c, nano, some_ids
@@ -46,22 +47,6 @@ def test_a_run_on_a_mixture_says_what_it_used_of_each_source(tmp_path: Path) -> 
     assert from_checkpoint(read(path), path).data == preflight(MIXED)[0].data
 
 
-def test_a_settings_folder_has_a_mixture_and_a_sweep_goes_through_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "mine" / "data"
-    folder.mkdir(parents=True)
-    (folder / "books.yaml").write_text(
-        "defaults:\n  - mixture\n  - /data@sources.code: stdlib\n  - /data@sources.ids: token_files\n  - _self_\n"
-        "weights: {code: 3, ids: 1}\nsources:\n  ids:\n    tokenizer: bytes\n    train_files: [train.bin]\n"
-        "    val_files: [val.bin]\n"
-    )
-    (config,) = preflight(["-cd", "mine", "data=books", "data.sources.code.val_sequences=3"])
-    assert config.data.weights == {"code": 3, "ids": 1}
-    assert config.data.sources["ids"].train_files == ["train.bin"]
-    assert config.data.sources["code"].val_sequences == 3
-    jobs = preflight(["-m", *CHOICES[:3], *KEYS, "data.weights={code:1,ids:1},{code:1,ids:3}", "run_name=sweep"])
-    assert [job.data.weights for job in jobs] == [{"code": 1, "ids": 1}, {"code": 1, "ids": 3}]
-
-
 def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
     words = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "data=token_files",
              "data.tokenizer=bytes", "data.train_files=[train.bin]", "data.val_files=[val.bin]",
@@ -74,3 +59,15 @@ def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text.jsonl", ["x"])
     with pytest.raises(UserError, match="unknown kind of file"):
         train(tmp_path / "other", "data.train_files=[text.jsonl]", "trainer.max_steps=2", base=words)
+
+
+@pytest.mark.parametrize(("write", "begins"), [(nano, False), (llm_c, True)])
+def test_the_rule_of_the_text_is_the_models_where_the_text_is_gone(tmp_path, write, begins):
+    path = write(tmp_path / "text.bin", some_ids(4000))
+    text = ["data=token_files", f"data.train_files=[{path}]", "data.tokenizer=bytes", "data.val_sequences=0"]
+    small = [word for word in SMALL if not word.startswith("data")]
+    train(tmp_path / "run", "document_mask=true", "trainer.max_steps=2", base=[*small, *text])
+    path.unlink()
+    module = GPT2Module.load_from_checkpoint(tmp_path / "run/checkpoints/step-00000002")
+    for model in (module.model, Generation(GenerateConfig(ckpt_path=str(tmp_path / "run"))).model):
+        assert (model.separator, model.separator_begins) == (256, begins)

@@ -1,7 +1,5 @@
 """Whole runs with each optimizer: resume after a skipped step; refusals; what they learn."""
 
-import logging
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from tests.ranks import TWO, run
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
 
 OTHERS = ("adamw_bf16", "muon")
-BYTES = {"adamw": "8", "adamw_bf16": "4", "muon": "5.95"}  # of this small model
 
 
 def forged(run, change, step=4):
@@ -32,13 +29,6 @@ def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "run"
     train(folder, f"optimizer={request.param}")
     return request.param, folder
-
-
-def test_a_checkpoint_loads_from_its_folder(whole):
-    name, folder = whole
-    module = GPT2Module.load_from_checkpoint(checkpoint(folder, 12))
-    assert module.config.optimizer.name == name
-    assert torch.isfinite(module(torch.zeros(1, 8, dtype=torch.int64))).all()
 
 
 def test_a_skipped_step_before_a_resume_changes_nothing_after_it(tmp_path, monkeypatch, whole):
@@ -62,21 +52,16 @@ def test_a_skipped_step_before_a_resume_changes_nothing_after_it(tmp_path, monke
     assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
 
 
-def test_the_log_and_the_summary_name_it(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    for name, each in BYTES.items():
-        train(tmp_path / name, f"optimizer={name}", "trainer.fast_dev_run=true")
-        assert f"optimizer  {name}: {each} bytes of state a parameter" in caplog.text
-        assert summary(tmp_path / name)["optimizer"] == name
-
-
 def test_a_resume_under_another_optimizer_is_refused_and_its_weights_are_taken(tmp_path, whole):
     name, folder = whole
     path = checkpoint(folder, 12)
+    module = GPT2Module.load_from_checkpoint(path)
+    assert module.config.optimizer.name == name
+    assert torch.isfinite(module(torch.zeros(1, 8, dtype=torch.int64))).all()
     with pytest.raises(UserError) as told:
         train(tmp_path / "run", "optimizer=adamw", f"ckpt_path={path}")
-    ((cause, _),) = told.value.problems
-    assert f"optimizer={name}" in cause
+    (problem,) = told.value.problems
+    assert f"optimizer={name}" in problem.cause
     train(tmp_path / "anew", "optimizer=adamw", f"init_from={path}", "ckpt_path=null", "optim.lr=1e-12")
     torch.testing.assert_close(read_weights(checkpoint(tmp_path / "anew", 12)), read_weights(path), rtol=0, atol=1e-8)
 
@@ -92,14 +77,6 @@ def test_a_checkpoint_from_before_there_was_a_choice_is_adamws(tmp_path):
         train(tmp_path / "other", "optimizer=muon", f"ckpt_path={path}")
     assert GPT2Module.load_from_checkpoint(path).config.optimizer.name == "adamw"
     train(tmp_path / "run", "ckpt_path=last")
-
-
-def test_a_state_that_says_it_is_another_optimizers_is_refused(tmp_path):
-    train_until(4, tmp_path / "run", "optimizer=muon")
-    path = forged(tmp_path / "run", lambda state: state.update(optimizer="adamw"))
-    with pytest.raises(UserError, match=r"the optimizer's|the optimizer has no|argument") as told:
-        train(tmp_path / "other", "optimizer=adamw", f"ckpt_path={path}")
-    assert str(path) in str(told.value)
 
 
 DIGESTS = """
@@ -118,6 +95,7 @@ GPT2Module.training_step = training_step
 """
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_same_state_and_compute_what_one_does(tmp_path):
     train(tmp_path / "one", "micro_batch_size=2", "optimizer=adamw_bf16")
     code, output = run(tmp_path, *TWO, "run_name=two", "optimizer=adamw_bf16", patch=DIGESTS)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,14 +102,6 @@ def test_names_and_kinds_that_do_not_fit():
         registry.make("logger.extra", "norms", list)
     with pytest.raises(ValueError, match="registered by builtins already"):
         registry.callback("norms")(list)
-
-
-def test_a_file_selects_what_the_command_lines_plugins_register(here):
-    path = Path("theirs/experiment/x.yaml")
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\ncallbacks: {extra: [weight_norm]}\n")
-    (config,) = preflight(["-cd", "theirs", "experiment=x", "plugins=[my_module]"])
-    assert (config.callbacks.extra, config.plugins) == (["weight_norm"], ["my_module"])
 
 
 OPTIMIZER = """

@@ -1,7 +1,5 @@
 """`FP8Precision` under LightningModules that are not ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

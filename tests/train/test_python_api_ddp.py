@@ -27,7 +27,7 @@ def trainer(config, **options):
 
 def main():
     config, told = load_config(*WORDS), {{}}
-    two = dict(strategy={strategy!r}, devices=2)
+    two = dict(strategy="ddp", devices=2)
     seed_everything(config.seed)
     module, data = GPT2Module(config), TokenDataModule.from_config(config)
     every = ModelCheckpoint("own", every_n_train_steps=1, save_top_k=-1, filename="{{step}}")
@@ -48,42 +48,22 @@ ONLY_THE_PROGRAM = ("callbacks.", "trainer.log_every_n_steps", "trainer.val_chec
 WORDS = [word for word in TWO if not word.startswith(ONLY_THE_PROGRAM)]
 
 
-def script(folder, strategy):
-    (folder / "own.py").write_text(SCRIPT.format(words=WORDS, strategy=strategy))
-    return forkserver.run(
-        [sys.executable, "own.py"], cwd=folder, env=os.environ | ALONE, ranks=True, capture_output=True, text=True,
+def test_two_processes_compute_what_the_programs_do(tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT.format(words=WORDS))
+    done = forkserver.run(
+        [sys.executable, "own.py"], cwd=tmp_path, env=os.environ | ALONE, ranks=True, capture_output=True, text=True,
         timeout=300,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the script and the program ran."""
-    folder = tmp_path_factory.mktemp("own")
-    done = script(folder, "ddp")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=folder, **ALONE)
+    done = forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=tmp_path, **ALONE)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-def told(folder):
-    return [json.loads((folder / f"told-{rank}").read_text()) for rank in (0, 1)]
-
-
-def test_two_processes_compute_what_the_programs_do(folder):
-    own, theirs = files.read(folder / "own/step=8.ckpt"), files.read(checkpoint(folder / "outputs/run", 8))
+    run = tmp_path / "outputs/run"
+    own, theirs = files.read(tmp_path / "own/step=8.ckpt"), files.read(checkpoint(run, 8))
     for key in ("state_dict", "optimizer_states", "rng"):
         assert_equal(own[key], theirs[key], key)
-    assert_equal(
-        files.read(folder / "last/last.ckpt")["state_dict"],
-        files.read(checkpoint(folder / "outputs/run", 12))["state_dict"],
-        "continued",
-    )
-
-
-def test_every_rank_has_the_validation_loss_of_all(folder):
-    (one, other), losses = told(folder), metrics(folder / "outputs/run")["val_loss"]
+    continued = files.read(tmp_path / "last/last.ckpt")["state_dict"]
+    assert_equal(continued, files.read(checkpoint(run, 12))["state_dict"], "continued")
+    one, other = (json.loads((tmp_path / f"told-{rank}").read_text()) for rank in (0, 1))
     assert one == other
     assert one["fit"] == one["validate"]
-    assert one["resumed"] == pytest.approx(losses[12], rel=1e-6)
+    assert one["resumed"] == pytest.approx(metrics(run)["val_loss"][12], rel=1e-6)

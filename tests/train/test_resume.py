@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.data.token_files_made import llm_c, nano, some_ids
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, train, train_until
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
 
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 TORCHAO = ["precision.backend=torchao", "precision.keep_bf16=[blocks.0.fc1,blocks.1.qkv]", "recipe=rowwise"]
@@ -69,3 +69,14 @@ def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
     ours, theirs = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
     for column in {"train_loss", "val_loss", "penalty", "val_loss/ids"} & set(theirs):
         assert ours[column] == theirs[column], column
+
+
+def test_validation_has_the_mask_and_a_checkpoint_may_go_on_without_it(tmp_path):
+    words = [*SMALL, *DOCUMENTS]
+    train_until(5, tmp_path / "masked", "optim.lr=1e-12", base=words)
+    train(tmp_path / "whole", "optim.lr=1e-12", "document_mask=false", base=words)
+    masked, whole = (metrics(tmp_path / name) for name in ("masked", "whole"))
+    assert masked["val_loss"][5] != whole["val_loss"][5], "with the same weights, to twelve digits"
+    assert masked["train_loss"][1] != whole["train_loss"][1]
+    train(tmp_path / "masked", "ckpt_path=last", "document_mask=false", base=words)
+    assert summary(tmp_path / "masked")["status"] == "completed"

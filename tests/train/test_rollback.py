@@ -23,40 +23,28 @@ def write(folder, step, weight=1.0, moment=1.0):
     return path
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Checkpoints of steps 10, 20, 30 and 40."""
-    for step in (10, 20, 30, 40):
-        write(tmp_path, step)
-    return tmp_path
+ALL = (10, 20, 30, 40)
+CASES = [  # before which step; whether no update was made since; at which step; the run's own; what is found
+    (35, False, 50, ALL, 30), (30, False, 50, ALL, 30), (29, False, 50, ALL, 20),
+    (35, False, 50, (10,), 10), (35, False, 50, (), None),
+    (5, False, 50, ALL, None), (5, True, 50, ALL, 10), (5, True, 50, (20, 30), 20), (25, True, 50, ALL, 20),
+    (5, True, 39, (40,), None),
+]  # fmt: skip
 
 
-def found(folder, before, saved=(10, 20, 30, 40), origin=None, intact=False, step=50):
-    path = checkpoint_before(RollBack(step, before, "", intact), folder, saved, origin)
-    return path and path.name
+@pytest.mark.parametrize(("before", "intact", "step", "saved", "expected"), CASES)
+def test_the_newest_of_its_own_before_the_trouble_or_one_without_it(tmp_path, before, intact, step, saved, expected):
+    for written in ALL:
+        write(tmp_path, written)
+    found = checkpoint_before(RollBack(step, before, "", intact), tmp_path, saved, None)
+    assert found == (expected and tmp_path / folder_name(expected))
 
 
-def test_the_newest_before_the_trouble(folder):
-    assert found(folder, 35) == "step-00000030"
-    assert found(folder, 30) == "step-00000030"
-    assert found(folder, 29) == "step-00000020"
-
-
-def test_another_runs_checkpoints_do_not_count(folder):
-    assert found(folder, 35, saved={10}) == "step-00000010"
-    assert found(folder, 35, saved=set()) is None
-
-
-def test_a_resumed_run_owns_what_it_continued_and_what_was_before_it(folder):
-    assert found(folder, 35, saved={40}, origin=folder / "step-00000020") == "step-00000020"
-    shutil.rmtree(folder / "step-00000020")
-    write(folder, 20, weight=float("nan"))
-    assert found(folder, 35, saved={40}, origin=folder / "step-00000020") == "step-00000010"
-
-
-def test_one_of_the_midst_serves_where_there_is_none_before_and_no_update_was_made(folder):
-    assert found(folder, 5) is None
-    assert found(folder, 5, intact=True) == "step-00000010"
-    assert found(folder, 5, saved={20, 30}, intact=True) == "step-00000020"
-    assert found(folder, 25, intact=True) == "step-00000020", "an older one first"
-    assert found(folder, 5, saved={40}, intact=True, step=39) is None
+def test_a_resumed_run_owns_what_it_continued_and_what_was_before_it(tmp_path):
+    for written in ALL:
+        write(tmp_path, written)
+    origin, back = tmp_path / "step-00000020", RollBack(50, 35, "", False)
+    assert checkpoint_before(back, tmp_path, {40}, origin) == origin
+    shutil.rmtree(origin)
+    write(tmp_path, 20, weight=float("nan"))
+    assert checkpoint_before(back, tmp_path, {40}, origin) == tmp_path / "step-00000010"

@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 import pytest
 
 from gpt2_fp8.compose import preflight
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import setup as run_length
 from gpt2_fp8.train.trained import from_checkpoint, to_plain
@@ -82,3 +83,19 @@ def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precis
     assert ("precision.bf16_last_steps" in removed) == (precision == "fp8_hybrid")
     before = replace(config, logger=replace(config.logger, histograms_every_n_steps=0))  # there were none
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["model=tiny"], 16),
+        (["model=gpt2", "data.tokenizer=bytes"], 1),
+        (["model=gpt2", "data.tokenizer=bytes", "micro_batch_size=2"], 2),
+        (["model=gpt2", "data.tokenizer=bytes", "micro_batch_size=auto"], 1),
+    ],
+)
+def test_a_micro_batch_on_a_cpu_takes_seconds_unless_it_was_typed(words, size):
+    (config,) = preflight(["trainer=cpu", *words])
+    assert run_length.resolve_micro_batch(config, 1, "cpu", own_words.keys(words)).micro_batch == size
+    (gpu,) = preflight(words)
+    assert run_length.resolve_micro_batch(gpu, 1, "cuda", own_words.keys(words)).micro_batch >= size
