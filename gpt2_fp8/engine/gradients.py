@@ -33,11 +33,6 @@ class Gradients:
         backward: called with each micro-batch's loss. CUDA graphs do not call it.
         exchange: the owner of the gradients; None: of one process.
         forward_context: the precision that each forward enters; None: the backend's.
-
-    Attributes:
-        loss: `loss(ids, is_first_microbatch, scale)` computes `scale` times the mean loss over the targets of `ids`
-            [sequences, n_positions + 1], float32. With gradients, penalties are part of it: see `model.penalty`. Call
-            it inside `forward_context`. `is_first_microbatch`: see `GPT2.forward`.
     """
 
     def __init__(
@@ -54,14 +49,22 @@ class Gradients:
         self.forward_context = forward_context or plan.backend.forward_context
         self._backward = backward
         backend = plan.backend
-        self.loss: LossOf = partial(backend.loss, model)
+        self._loss_of: LossOf = partial(backend.loss, model)
         if plan.recorded:
-            self.loss = recorded(self.loss)
+            self._loss_of = recorded(self._loss_of)
         elif backend.compiled:
-            self.loss = compiled(self.loss, backend.compile_options)
+            self._loss_of = compiled(self._loss_of, backend.compile_options)
         self._bf16_model: GPT2 | None = None
         self._compiled_bf16_loss: LossOf | None = None
         self._graphed: GraphedGradients | None = None
+
+    def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
+
+        With gradients, penalties are part of it: see `model.penalty`. Call it inside `forward_context`.
+        `is_first_microbatch`: see `GPT2.forward`.
+        """
+        return self._loss_of(ids, is_first_microbatch, scale)
 
     def of_step(self, ids: Tensor, micro_batch_size: int) -> Tensor:
         """Compute the gradients of the mean loss over one optimizer step's `ids`; return that loss.
@@ -127,7 +130,7 @@ class Gradients:
 
         def loss(part: Tensor) -> Tensor:
             signals.look()
-            return penalties.trained(self.loss(part, None, 1.0))
+            return penalties.trained(self.loss(part))
 
         with self.exchange.no_sync(), torch.enable_grad():
             self.scaling.calibrate(loss, ids[:micro_batch_size])

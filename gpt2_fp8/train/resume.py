@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
@@ -58,7 +59,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     others += _other_run(path, checkpoint, config)
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
-    _keep_own_settings(checkpoint, step)
+    _keep_own_settings(path, checkpoint, step)
     return list(checkpoint["rng"])
 
 
@@ -91,7 +92,19 @@ def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> 
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
 
-def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> None:
+def _check_moments(path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Raise CheckpointError for a state of other shapes than the parameters': torch's kernels trust them."""
+    named = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(named, parameters, strict=True):
+        for name, tensor in saved["state"].get(index, {}).items():
+            fits = tensor.dim() == 0 or (tensor.shape == parameter.shape and tensor.is_floating_point())
+            if not fits:
+                cause = f"the optimizer's {name} {index} is {tuple(tensor.shape)}, {tensor.dtype}"
+                raise CheckpointError.of(f"{path} cannot be continued from: {cause}", "use the model that it is of")
+
+
+def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingStep) -> None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments."""
     config = step.config
     optimizer = build_optimizer(step.model, config.optim, config.optimizer)
@@ -99,6 +112,8 @@ def _keep_own_settings(checkpoint: dict[str, Any], step: TrainingStep) -> None:
     done, groups = checkpoint["lr_schedulers"][0]["last_epoch"], checkpoint["optimizer_states"][0]["param_groups"]
     rates = [rate * schedule.lr_lambdas[0](done) for rate in schedule.base_lrs]
     registered = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
+    if not registered:
+        _check_moments(path, optimizer, checkpoint["optimizer_states"][0])
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         own = {"initial_lr", "weight_decay"} if registered else fresh.keys() - {"params"}
         saved.update({name: value for name, value in fresh.items() if name in own}, lr=lr)

@@ -12,10 +12,16 @@ from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.backends import Reference
 from gpt2_fp8.fp8.base import twin_of
 from gpt2_fp8.fp8.resolve import Plan, resolve
+from gpt2_fp8.fp8.scaling import PASSES
+from gpt2_fp8.fp8.state import capture
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from tests.common import VOCAB, ids, loss_of
+from tests.faults.pretended import pretended
+from tests.fp8.test_state import Layer
+from tests.layers.test_delayed_scaling import scales
 from tests.runs import SMALL
 
 POSITIONS = 32
@@ -79,6 +85,112 @@ def test_gradients_are_the_plain_steps():
     assert all(torch.count_nonzero(p.grad) for p in model.parameters())
 
 
+def test_loss_is_the_models_mean_times_the_scale():
+    of = build(composed())
+    loss = of.loss(batch())
+    torch.testing.assert_close(loss, loss_of(of.model)(batch()), rtol=0, atol=0)
+    torch.testing.assert_close(of.loss(batch(), None, 0.25), loss * 0.25)
+
+
+def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
+    of, seen = with_scales(), []
+    loss = of.loss
+    monkeypatch.setattr(of, "loss", lambda ids, *rest: seen.append(len(ids)) or loss(ids, *rest))
+    of.calibrate(batch(), MICRO)
+    assert seen == [4] * PASSES
+    assert all(p.grad is None for p in of.model.parameters())
+
+
+# A step that has to begin again
+
+
+def with_scales():
+    """An engine whose model keeps delayed scaling's state in both ways, and sees the magnitudes of a block's output and
+    its gradient: once a step, as the fused layers, and after every forward, as Transformer Engine's."""
+    config = composed()
+    of = build(config, pretended(config))
+    of.forward_context = nullcontext
+    of.loss = loss_of(of.model)
+    of.model.scales, of.model.layer = scales(forward=1, gradient=1), Layer()
+    of.model.layer.init_fp8_metadata(1)
+    of.model.blocks[0].register_forward_hook(lambda _, __, out: _see(of.model, out))
+    return of
+
+
+def _see(model, out):
+    if not out.requires_grad:
+        return
+    _raise(model.scales.slot(Place("forward", 0)).amax, out)
+    out.register_hook(lambda gradient: _raise(model.scales.slot(Place("gradient", 0)).amax, gradient))
+    own = model.layer.fp8_meta["scaling_fwd"]
+    own.amax_history[0] = out.detach().abs().max()
+    own.scale.copy_(448 / own.amax_history.amax(0))
+    own.amax_history.copy_(own.amax_history.roll(-1, 0))
+    own.amax_history[0] = 0
+
+
+def _raise(amax, tensor):
+    amax.copy_(torch.maximum(amax, tensor.detach().abs().max()))
+
+
+def gradients_in(of, sizes, fails=lambda size, part: False):
+    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts`."""
+    loss, undo, part = of.loss, of.scaling.remember(), iter(range(100))
+
+    def limited(ids, first, scale):
+        if fails(len(ids), next(part)):
+            raise torch.OutOfMemoryError
+        return loss(ids, first, scale)
+
+    of.loss = limited
+    of.model.zero_grad(set_to_none=True)
+    for size in sizes:
+        try:
+            return of.of_step(batch(), size)
+        except torch.OutOfMemoryError:
+            of.discard()
+            undo()
+        finally:
+            of.loss = loss
+    raise AssertionError("nothing fits")
+
+
+@pytest.mark.parametrize("fails_in", [1, None], ids=["second part", "another rank's"])
+def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_size(fails_in):
+    states = []
+    for again in (True, False):
+        of = with_scales()
+        for _ in range(2):
+            gradients_in(of, [4])
+        before = capture(of.model)
+        if again and fails_in is None:
+            undo = of.scaling.remember()
+            gradients_in(of, [4])
+            of.discard()
+            undo()
+        sizes = [4, 2] if again and fails_in is not None else [2]
+        loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
+        states.append({"loss": loss, **capture(of.model), **grads(of.model)})
+    assert states[0].keys() == states[1].keys()
+    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+    assert any(not torch.equal(before[name], states[0][name]) for name in before)
+
+
+def grads(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_calibration_that_begins_again_finds_the_same_scales():
+    found = []
+    for stray in (1.0, 64.0):
+        of = with_scales()
+        of.model.scales.scale.fill_(stray)
+        of.model.scales.history.fill_(stray)
+        of.calibrate(batch(), MICRO)
+        found.append(capture(of.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 # A step in bf16
 
 
@@ -112,13 +224,14 @@ def test_the_twin_has_the_models_own_parameters_and_sees_what_becomes_of_them():
 
 
 @pytest.mark.whole
-def test_a_recorded_step_that_computes_blocks_again_is_the_compiled_one_bit_for_bit():
+def test_a_recorded_step_is_the_compiled_one_bit_for_bit():
     """On a CPU, where Inductor compiles the same and records nothing; tests/gpu has graphs."""
     found = []
-    for is_recorded, choice in ((False, "none"), (True, "full")):
-        plan = resolve(composed("compile=true", f"activation_checkpointing={choice}"), "cpu")
+    for is_recorded in (False, True):
+        plan = resolve(composed("compile=true", "activation_checkpointing=full"), "cpu")
         plan.backend.recorded = is_recorded
-        of, places = build(composed(), plan), []
+        of = build(composed(), plan)
+        places = []
         if is_recorded:
             of._backward = lambda loss, of=of, places=places: (
                 places.append([p.grad.data_ptr() for p in of.model.parameters()]),
@@ -155,13 +268,51 @@ def passes(monkeypatch):
 @pytest.mark.parametrize(("choice", "attentions"), [("mlp", 4), ("full", 8)])
 def test_recomputed_activations_change_no_bit(choice, attentions, dropout, autocast, passes):
     keys = ["model.n_layer=2", f"model.dropout={dropout}"]
-    kept, random = step(build(composed(*keys)), autocast), torch.get_rng_state()
+    kept = step(build(composed(*keys)), autocast)
     assert Counter(passes) == {("LayerNormMLP", True): 4, ("Attention", True): 4}, "two blocks, two micro-batches"
     passes.clear()
     recomputed = step(build(composed(*keys, f"activation_checkpointing={choice}")), autocast)
-    assert torch.equal(random, torch.get_rng_state())
     assert Counter(passes) == {("LayerNormMLP", True): 8, ("Attention", True): attentions}
     assert_bit_equal(kept, recomputed)
     if dropout:
         other = step(build(composed(*keys)), autocast, seed=8)
         assert not torch.equal(kept[0], other[0]), "dropout acts here"
+
+
+def test_recomputing_leaves_the_random_numbers_where_they_are():
+    states = []
+    for choice in ("none", "mlp", "full"):
+        step(build(composed("model.dropout=0.3", f"activation_checkpointing={choice}")))
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(states[0], state) for state in states)
+
+
+def test_a_block_that_is_computed_again_keeps_its_input_alone():
+    """The bytes that autograd keeps for the backward, parameters left out: `none` keeps all, `full` a block's input."""
+    held = {}
+    for choice in ("none", "mlp", "full"):
+        of = build(composed("model.n_layer=2", f"activation_checkpointing={choice}"))
+        known, kept = {p.data_ptr() for p in of.model.parameters()}, {}
+
+        def keep(tensor, known=known, kept=kept):
+            if tensor.untyped_storage().data_ptr() not in known:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        x = torch.randn(4, POSITIONS, of.model.config.n_embd, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = of.model.blocks[1](of.model.blocks[0](x, None), None)
+        assert out.requires_grad
+        held[choice] = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert held["full"] == 2 * x.untyped_storage().nbytes(), "the inputs of two blocks"
+    assert held["full"] < held["mlp"] < held["none"]
+
+
+@pytest.mark.whole
+def test_compiled_blocks_that_are_computed_again_change_no_bit():
+    found = []
+    for choice in ("none", "full"):
+        config = composed("compile=true", f"activation_checkpointing={choice}")
+        found.append(step(build(config, resolve(config, "cpu"))))
+        torch.compiler.reset()
+    assert_bit_equal(*found)

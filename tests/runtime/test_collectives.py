@@ -97,7 +97,7 @@ def _micro_batching(rank):
         engine = with_scales()
         of, loss = Attempts(engine.plan, engine, share=8, size=size), engine.loss
 
-        def limited(part, first, scale, loss=loss):
+        def limited(part, first=None, scale=1.0, loss=loss):
             if rank == 1 and len(part) > 2:
                 raise torch.OutOfMemoryError
             return loss(part, first, scale)
