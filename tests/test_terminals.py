@@ -32,7 +32,7 @@ def test_the_first_command_into_a_pipe_says_what_its_log_has_and_nothing_that_is
     (tmp_path / "bin/srun").write_text("#!/bin/sh\n")
     (tmp_path / "bin/srun").chmod(0o755)
     words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
-    words += ["model.n_layer=1", "global_batch_size=4"]
+    words += ["model.n_layer=1", "global_batch_size=16"]
     done = subprocess.run(
         [sys.executable, *RUN, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
