@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt2_fp8 import evaluate, export, generate, prepare
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
+from gpt2_fp8.config import errors
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.loggers import FP8_COLUMNS
@@ -136,6 +137,15 @@ def test_the_first_commands_run(tmp_path, monkeypatch):
     for words in uses:
         main, few = mains[words[2]]
         assert main([*(word for word in words[3:] if word != "data.val_sequences=1000"), *few]) == 0
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs/models.md"], ids=lambda page: page.name)
+def test_the_mistakes_shown_are_answered_so(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed, _, answer = next(b for b in blocks(page, "text") if b.startswith("$ ")).partition("\n")
+    with pytest.raises(errors.UserError) as caught:
+        preflight(shlex.split(typed)[1 + len(RUN) :])
+    assert str(caught.value) == answer.strip()
 
 
 def test_the_tables_are_the_programs():
