@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import datamodule
+from gpt2_fp8.data import token_stream
 from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 SHORT = ["trainer.max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint_every_n_steps=2"]
@@ -40,7 +40,7 @@ def test_13_another_model_is_refused_with_every_difference(tmp_path, begun):
 
 def test_14_another_tokenizer_is_refused(tmp_path, begun):
     with pytest.MonkeyPatch.context() as patch:  # of the same size
-        patch.setattr(datamodule, "fingerprint", lambda tokenizer: "merges of another text")
+        patch.setattr(token_stream, "fingerprint", lambda tokenizer: "merges of another text")
         assert "tokenizer" in refused(tmp_path, begun)
 
 
