@@ -138,7 +138,6 @@ def test_it_computes_what_the_program_computes(whole, tmp_path):
         ({"precision": "bf16-mixed"}, "'bf16-mixed'"),
         ({"callbacks": EMAWeightAveraging()}, "EMAWeightAveraging"),
         ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns"),
-        ({"devices": 2}, "2 devices"),
         ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy"),
     ],
 )
