@@ -26,7 +26,7 @@ class Attempt(NamedTuple):
 
     ids: Tensor
     loss: Tensor  # float32 on the device: see `step.accumulate`
-    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.magnitudes`
+    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.state.absurd`
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches

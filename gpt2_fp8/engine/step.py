@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
     loss: float  # the cross-entropy, mean over all ranks' tokens, before the update
     skipped: bool  # the loss, a penalty or the gradient's norm was not finite, so the update did nothing
-    absurd: int = 0  # FP8 tensors whose amax has jumped: see `fp8.magnitudes`
+    absurd: int = 0  # FP8 tensors whose amax has jumped: see `fp8.state.absurd`
     grad_norm: float = 0.0  # global L2 norm before clipping
     clip_ratio: float = 1.0  # the factor by which the gradients were multiplied; 1 without clipping
     penalty: float | None = None  # what was added to the loss, mean over all ranks; None if nothing was
