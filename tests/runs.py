@@ -56,7 +56,7 @@ class PowerCutError(Exception):
 
 def train_until(step, folder, *overrides, base=SMALL):
     """Run, and end after `step` by an exception between two steps, as a machine that stops; its checkpoints stay."""
-    from gpt2_fp8.callbacks.log_line import LogLine
+    from gpt2_fp8.callbacks.progress import LogLine
 
     def cut(self, trainer, *_):
         if trainer.global_step == step:

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 HOUSE = {
     # programs: each a file, none knows another
     "__main__": Row("config runtime"),
-    "run": Row("compose config train reports measure runtime", "hydra omegaconf"),
+    "run": Row("compose config train reports runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config reports runtime"),
@@ -36,7 +36,7 @@ HOUSE = {
     "reports": Row("train checkpoint config", "matplotlib markdown_it numpy yaml"),
     # a run under Lightning
     "train": Row(
-        "callbacks measure engine fp8 model data compat checkpoint layers kernels runtime config",
+        "callbacks engine fp8 model data compat checkpoint kernels runtime config",
         "torch lightning numpy safetensors filelock tensorboard wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
@@ -44,7 +44,7 @@ HOUSE = {
     "diagnose": Row("measure fp8 kernels compose runtime compat config", "torch transformer_engine"),
     # the benchmark
     "measure": Row(
-        "engine fp8 model data checkpoint layers kernels runtime compat config",
+        "engine fp8 model data checkpoint kernels runtime compat config",
         "torch lightning transformer_engine",
     ),
     # one optimizer step
@@ -83,7 +83,7 @@ ONLY_IN = {
     "wandb": ["train.services"],
     "mlflow": ["train.services"],
     "tensorboard": ["train.tensorboard"],
-    "rich": ["callbacks.log_line"],
+    "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
     "joblib": ["compose.sweeps"],
     "submitit": ["compose.sweeps"],
@@ -99,8 +99,8 @@ INSIDE_FUNCTIONS = {
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
     *("config", "compose", "__main__", "run", "bench", "export", "table", "compare", "schedule", "prepare", "doctor"),
-    *("generate", "import_hf", "evaluate", "train.loading", "train.run_end", "train.summary", "train.sweep_job"),
-    *("compat.hydra_private", "runtime.ranks", "runtime.signal_handlers", "runtime.signals", "runtime.gpu_locks"),
+    *("generate", "import_hf", "evaluate", "train.loading", "train.run_end", "train.sweep_job"),
+    *("compat.hydra_private", "runtime.ranks", "runtime.signals", "runtime.gpu_locks"),
     *("runtime.slurm", "runtime.programs"),
 ]
 

@@ -99,7 +99,7 @@ def remove(path: Path | str) -> None:
 def sweep(folder: Path) -> None:
     """Clear what a killed writer left in `folder`; a checkpoint that it had moved aside goes back to its place.
 
-    If something unreadable is in that place, the checkpoint stays aside, where `find` sees it.
+    If something unreadable is in that place, the checkpoint stays aside, where `pointers.resolve` sees it.
     """
     for left in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         home = left.with_name(left.stem.removeprefix("."))

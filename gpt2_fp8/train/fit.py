@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
-from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.progress import LogLine, ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.compat import transformer_engine

@@ -16,10 +16,11 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
-from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
-from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar, Samples
+from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, Samples
 from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
 from gpt2_fp8.checkpoint import pointers

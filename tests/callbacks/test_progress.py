@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-from gpt2_fp8.callbacks.log_line import LogLine, ProgressBar, interval, validation
+from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, interval, validation
 from gpt2_fp8.compose import preflight
 
 METRICS = {
