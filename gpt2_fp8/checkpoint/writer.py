@@ -64,6 +64,7 @@ class Writer:
         nothing can be written there.
         """
         self.wait()
+        self._is_failing = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)

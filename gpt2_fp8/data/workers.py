@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ from pathlib import Path
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.data.reader import Readers, WorkCounts
 from gpt2_fp8.data.units import TokenisedUnit, Unit
-from gpt2_fp8.runtime import registry
+from gpt2_fp8.runtime import registry, signals
 from gpt2_fp8.runtime.signals import interruptible
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,9 @@ class UnitPool:
         try:
             return self._workers.submit(unit)
         except BrokenExecutor:
-            log.warning("data: a worker process ended; new ones take the place of all")
-            self.counts.worker_deaths += 1
+            if not signals.pending():  # else they have ended with the process group
+                log.warning("data: a worker process ended; new ones take the place of all")
+                self.counts.worker_deaths += 1
             self.close()
             return self._submit(unit)
 
@@ -173,7 +175,14 @@ def _exit_with_parent(lifeline: Connection) -> None:
 
 
 def _read(unit: Unit) -> Answer:
-    return _readers(unit)
+    try:
+        return _readers(unit)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # a plug-in's: the parent could not build it, and the pool would break
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
 
 
 class ProgressLog:

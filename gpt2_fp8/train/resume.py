@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +16,15 @@ from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
-from gpt2_fp8.config.run_length import last_step
-from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RegisteredOptimizer, RunConfig
+from gpt2_fp8.config.run_length import last_step, steps_in_fp8
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
+from gpt2_fp8.config.shown import counted
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import trained
+
+log = logging.getLogger(__name__)
 
 _PARTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "rng", "TokenDataModule"}
 
@@ -59,7 +63,9 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     others += _other_run(path, checkpoint, config)
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
-    _keep_own_settings(path, checkpoint, step)
+    changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
+    for change in changes if trainer.is_global_zero else ():
+        log.warning("%s", change)
     return list(checkpoint["rng"])
 
 
@@ -92,20 +98,40 @@ def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> 
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
 
 
+def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Iterator[str]:
+    """Say that validations, or the next steps, of a run in FP8 compute in another precision than before `checkpoint`.
+
+    The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
+    """
+    plan, done, in_bf16 = step.plan, checkpoint["global_step"], step.attempts.last_in_bf16
+    before = value_of(checkpoint, f"{trained.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
+    now = "bf16" if plan.evaluates_in_bf16 else "fp8"
+    if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
+        yield f"validations are in {now} from here on, and were in {before}: precision.evaluation={before} goes on so"
+    if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
+        yield f"the last {counted(in_bf16, 'step')} were computed in bf16, and the next are in FP8 again"
+
+
 def _check_moments(path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Raise CheckpointError for a state of other shapes than the parameters': torch's kernels trust them."""
     named = [index for group in saved["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if saved["state"].keys() != set(named) or len(named) != len(parameters):  # every one has a gradient in each step
+        cause = f"the optimizer state is of {len(saved['state'])} parameters, and the model has {len(parameters)}"
+        raise CheckpointError.of(f"{path} cannot be continued from: {cause}", "use the model that it is of")
     for index, parameter in zip(named, parameters, strict=True):
-        for name, tensor in saved["state"].get(index, {}).items():
-            fits = tensor.dim() == 0 or (tensor.shape == parameter.shape and tensor.is_floating_point())
+        for name, tensor in saved["state"][index].items():
+            fits = name == "step" or (tensor.shape == parameter.shape and tensor.is_floating_point())
             if not fits:
                 cause = f"the optimizer's {name} {index} is {tuple(tensor.shape)}, {tensor.dtype}"
                 raise CheckpointError.of(f"{path} cannot be continued from: {cause}", "use the model that it is of")
 
 
-def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingStep) -> None:
-    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments."""
+def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingStep) -> Iterator[str]:
+    """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments.
+
+    Says how the next step's learning rate changes by that, if it does.
+    """
     config = step.config
     optimizer = build_optimizer(step.model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
@@ -114,10 +140,13 @@ def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingSte
     registered = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
     if not registered:
         _check_moments(path, optimizer, checkpoint["optimizer_states"][0])
+    before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         own = {"initial_lr", "weight_decay"} if registered else fresh.keys() - {"params"}
         saved.update({name: value for name, value in fresh.items() if name in own}, lr=lr)
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(done, rates)]
+    if isinstance(before, float) and f"{before:.1e}" != now:
+        yield f"learning rate {now} from step {done + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
 
 
 def _label(config: RunConfig) -> str:

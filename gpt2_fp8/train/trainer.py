@@ -185,6 +185,8 @@ def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem
     if (of.model, of.precision, of.recipe) != (config.model, config.precision, config.recipe):
         cause = "the Trainer's FP8Precision is of another configuration than the module"
         yield Problem(cause, "build both from one: FP8Precision.from_config(config), GPT2Module(config)")
+    if (kind := trainer.strategy.root_device.type) != plugin.plan.device:
+        yield Problem(f"the Trainer computes on {kind!r}, and FP8Precision was made for {plugin.plan.device!r}")
 
 
 def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:

@@ -72,6 +72,7 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
     assert_equal(at_16, at_18, "15 and all after it were in bf16")
     assert summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
     assert summary(tmp_path)["precision"]["last_in_bf16"] == 4
+    assert sum("in FP8 again" in record.message for record in caplog.records) == 1
 
 
 def test_the_health_of_fp8_ends_with_its_last_step(last):
