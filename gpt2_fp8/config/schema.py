@@ -217,9 +217,7 @@ class CallbacksConfig:
     divergence_sigma: Amount  # a loss this many standard deviations above the steps before is too high; 0: never
     divergence_steps: Count  # so many in a row: back to the last checkpoint, in bf16, once
     fp8_health: bool = True  # FP8's amaxes, scales and shares: summaries in every log, each tensor in fp8.csv
-    fp8_health_every_n_steps: Count = (
-        100  # between two samples of each tensor; more where they would take 1 % of the time
-    )
+    fp8_health_every_n_steps: Count = 100  # between two samples of each tensor
     red_flags: bool = True  # a line in the log when FP8, the loss or the loader needs a look (docs/what-to-watch.md)
     sample_tokens: Tokens  # length of the text written after each validation; 0: none
     sample_prompt: str

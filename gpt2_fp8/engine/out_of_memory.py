@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.run_length import largest_divisor
 from gpt2_fp8.runtime.collectives import any_rank
 
 log = logging.getLogger(__name__)
@@ -44,21 +45,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def largest_divisor(sequences: int, most: int) -> int:
-    """Return the largest divisor of `sequences` that is at most `most`. `sequences`: a rank's share of a step.
-
-    Micro-batches of equal size let CUDA graphs be recorded again, and let every sequence count the same.
-    """
-    return next(size for size in range(most, 0, -1) if sequences % size == 0)
-
-
 class Fitting:
     """A number of sequences that becomes smaller until the work on it fits into memory.
 
     Args:
         size: at the start.
         what: its name in the log, for instance "micro_batch_size".
-        sequences: how many there are in all; smaller sizes are divisors of it.
+        sequences: how many there are in all; smaller sizes are divisors of it, so that CUDA graphs can be recorded
+            again, and every sequence counts the same.
         saves: the words that save memory where a single sequence does not fit; "" if none do.
         ranks: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
 

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.engine.exchange import Exchange
+from gpt2_fp8.fp8.base import LossOf
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import collectives, signals
 from gpt2_fp8.runtime.moments import Gap, Sent
-
-LossOf = Callable[[Tensor, bool | None, float], Tensor]
 
 
 class Verdict(NamedTuple):

@@ -33,7 +33,6 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.preparation import tokens_a_pass
-from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.engine.red_flags import RunWatch
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.kernels import library_versions
@@ -101,7 +100,7 @@ def resolve_micro_batch(
         most = min(most, max(1, MOST_FLOPS // flops))
     if most == config.micro_batch_size:
         return config
-    return replace(config, micro_batch_size=largest_divisor(share, most))
+    return replace(config, micro_batch_size=run_length.largest_divisor(share, most))
 
 
 def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:

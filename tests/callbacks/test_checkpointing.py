@@ -19,8 +19,6 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.writer import Writer
 from tests.callbacks.tiny_run import At, run, two_ranks
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
-
 
 def saved(folder):
     return list(pointers.steps(folder / "checkpoints"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine.out_of_memory import Fitting, is_out_of_memory, largest_divisor
+from gpt2_fp8.config.run_length import largest_divisor
+from gpt2_fp8.engine.out_of_memory import Fitting, is_out_of_memory
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ LARGE = [
 ]  # fmt: skip
 ALL = ("delayed", "current", "fused", "graphs", "bf16")
 EVERY_ROAD = [pytest.param(road, marks=hopper if road in OURS else ()) for road in ALL]
-WITH_SCALES = ["delayed", pytest.param("fused", marks=hopper)]
 KILLED = ["killed_before_its_gradients", "killed_in_the_exchange"]
 
 
