@@ -179,4 +179,4 @@ def killed_before_its_gradients():
 
 def killed_in_the_exchange():
     """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
-    _before(collectives, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
+    _before(Exchange, "end", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
