@@ -1,7 +1,6 @@
-"""FlashAttention 4's backward without its forward. Holds for `flash-attn-4==4.0.0b36`.
+"""FlashAttention 4's backward without its forward, of which it has no public one. Holds for `flash-attn-4==4.0.0b36`.
 
-Its public functions are one autograd function for both. The name `flash_attn` also belongs to FlashAttention 2, which
-has no module `cute`.
+The name `flash_attn` also belongs to FlashAttention 2, which has no module `cute`.
 """
 
 from __future__ import annotations

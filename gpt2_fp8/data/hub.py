@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.compat import hub as client
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
@@ -37,7 +36,7 @@ BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read no
 
 @dataclass(frozen=True)
 class Listing:
-    """The commit of a revision, and for each split its files and their number of shards."""
+    """The commit of a revision, and for each split its files and their number of units."""
 
     commit: str
     files: dict[str, list[str]]
@@ -85,7 +84,8 @@ class HubSource:
         known = _load_listing(path)
         if known is None or not is_offline_mode():
             try:
-                known = self._ask()
+                # Nothing is lost yet: the user learns of it without a run's long waits.
+                known = with_retries(self._ask, f"the list of {self.repo}", self.waits[:3])[0]
                 if path is not None:
                     with suppress(OSError):  # a later run without the hub then has none
                         write_whole(path, json.dumps(asdict(known)).encode())
@@ -117,15 +117,11 @@ class HubSource:
                     yield from self._read_by_datasets(file, paths[at])
 
     def _ask(self) -> Listing:
-        """Ask for what the hub holds now. Nothing is lost yet: the user learns of it without a run's long waits."""
-
-        def asked() -> Listing:
-            with self._refusals():
-                commit, files = self._find_files()
-                self._counts = {split: self._count(commit, paths) for split, paths in files.items()}
-            return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
-
-        return with_retries(asked, f"the list of {self.repo}", self.waits[:3])[0]
+        """Ask for what the hub holds now."""
+        with self._refusals():
+            commit, files = self._find_files()
+            self._counts = {split: self._count(commit, paths) for split, paths in files.items()}
+        return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
 
     def _find_files(self) -> tuple[str, dict[str, list[str]]]:
         """Return the commit that the revision names, and the files of each split at that commit."""
@@ -252,12 +248,10 @@ def _find_remedy(error: BaseException) -> str | None:
 
 @cache
 def bound_waits() -> None:
-    """Have the client's waits end."""
-    from huggingface_hub import set_client_factory
+    """Have the client's waits end. A client that it makes anew is as its first one, with its hooks."""
+    from huggingface_hub import get_session, set_client_factory
 
-    def factory() -> Any:
-        made = client.default_client()
-        made.timeout = TIMEOUT_SECONDS
-        return made
-
-    set_client_factory(factory)
+    first = get_session()
+    kind, hooks = type(first), first.event_hooks
+    set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT_SECONDS))
+    first.timeout = TIMEOUT_SECONDS

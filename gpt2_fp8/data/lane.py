@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Lane:
-    """Lane `index` of `order`, from the state `start` on. Asks for its next unit while it still deals out this one."""
+    """Lane `index` of `order`, from the state `start` on. It asks for units before they are needed."""
 
     index: int
     order: Order

@@ -70,10 +70,7 @@ class Digests:
         return {"train": base64.b64encode(zlib.compress(content, 1)).decode()}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Compare this run's text with what `state_dict` gave; None: an earlier version has saved no digests.
-
-        Raises UserError if text that was already read here is another text.
-        """
+        """Take over what `state_dict` gave; None: an earlier version saved none. Raises UserError if text differs."""
         if state is None:
             return
         content = zlib.decompress(base64.b64decode(state["train"]))
@@ -124,10 +121,7 @@ class Progress:
         self.digests.trained_on(cursor["units"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress for JSON, the same on every rank. Collective.
-
-        Raises UserError if two ranks have read the same text differently.
-        """
+        """Return the progress for JSON, the same on every rank; UserError if two have read other text. Collective."""
         rank, world = rank_and_world()
         own = set(map(str, self.deal.of_rank(rank, world)))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
@@ -151,10 +145,7 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises UserError with every difference of its text and order.
-        """
+        """Continue from a `state_dict`. Raises UserError with every difference of its text and order."""
         if changed := list(self.find_differences(state)):
             raise UserError(changed)
         self.digests.restore(state.get("digests"))

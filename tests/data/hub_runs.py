@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.order import Order, Turns, lane_count
+from gpt2_fp8.data.order import Deal, Mixing, Order, lane_count
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit
 from tests.data.hub import Hub
 
@@ -103,7 +103,7 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
 
     order = Order(7, len(units), lane_count(8, len(units)))
     lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]
-    batches = Batches(lanes, Turns(order.lanes, 8), 16, 0, 1)
+    batches = Batches(lanes, Deal(Mixing([1], order.lanes, 7), [order.lanes], 8), 16, 0, 1)
     return hashlib.sha256(b"".join(batches.next().tobytes() for _ in range(steps))).hexdigest()
 
 

@@ -129,7 +129,7 @@ def test_any_header_is_read_exactly_or_refused(
         units = source.corpus().train
     except UserError:
         return
-    form = files.read_form(path, headerless)
+    form = files.read_layout(path, headerless)
     known = tuple(numbers[:2]) in (LLM_C, LLAMA_3)
     assert known if form.start else numbers[0] not in (20240520, 20240801) or cut < 4
     if any(np.frombuffer(content[form.start :], form.dtype) >= 1 << 31):

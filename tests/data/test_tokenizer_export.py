@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -50,6 +50,7 @@ def both(request, tmp_path_factory):
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.text(alphabet=st.one_of(st.sampled_from("abche in12'\n\t日é"), st.characters(codec="utf-8"))))
 def test_ids_are_those_of_training(both, drawn):
+    assume("<|" not in drawn)  # theirs takes the name of a special token for the token
     ours, theirs = both
     for text in (drawn, *TEXTS):
         ids = ours.encode_ordinary(text)
