@@ -27,7 +27,7 @@ from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs, registry, signals
 
 if TYPE_CHECKING:
-    from gpt2_fp8.data.preparation import Preparation
+    from gpt2_fp8.data.preparation import Job, Preparation
 
 
 def main(argv: list[str]) -> int:
@@ -60,16 +60,15 @@ def _prepare(argv: list[str]) -> None:
     typed, configs = parse(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    from gpt2_fp8.data.preparation import Preparation  # after what was typed is known to be right: it loads torch
+    from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
 
-    jobs: list[Preparation] = []
+    jobs: list[Job] = []
     for config in configs:
         if not any(isinstance(source, TextData) for _, source in data_schema.sources_of(config.data)):
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
         steps = None if typed.all else typed.steps or _steps_of(config)
-        plugins = tuple(config.plugins)
-        job = Preparation(config.data, config.model.n_positions, config.global_batch_size, steps, plugins)
+        job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
         if job not in jobs:  # the jobs of a sweep often read the same text
             jobs.append(job)
     for job in jobs:
@@ -78,9 +77,12 @@ def _prepare(argv: list[str]) -> None:
         print(line(f"next: {shlex.join([*RUN.split(), *typed.words])}"))
 
 
-def _fill(preparation: Preparation) -> None:
-    """Prepare the text of one job, and print what the cache has, also if it ends early."""
-    registry.load(preparation.plugins, Path.cwd())
+def _fill(job: Job) -> None:
+    """Prepare one job, and print what the cache has, also if it ends early."""
+    from gpt2_fp8.data.preparation import Preparation
+
+    registry.load(job.plugins, Path.cwd())
+    preparation = Preparation(job)
     complete = False
     try:
         preparation.run()

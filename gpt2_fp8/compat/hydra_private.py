@@ -20,7 +20,7 @@ def flag_parser() -> argparse.ArgumentParser:
 
 
 def given_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of `flag_parser` that a command line sets, by argparse's name, as they are typed (`-h/--help`)."""
+    """Return the flags of `flag_parser` that a line sets, by argparse's name, as they are typed (`-h/--help`)."""
     flags = [action for action in parser._actions if action.option_strings]
     given = [flag for flag in flags if getattr(args, flag.dest, None) not in (None, False)]
     return {flag.dest: "/".join(flag.option_strings) for flag in given}

@@ -150,6 +150,11 @@ class TokenDataModule(LightningDataModule):
         return load_tokenizer(self.config.tokenizer)
 
     @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer has, end of text included."""
+        return self.tokenizer.n_vocab
+
+    @property
     def wait_seconds(self) -> float:
         """How long training has waited for its batches so far, in all."""
         return self._steps.wait_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
@@ -12,6 +13,16 @@ from gpt2_fp8.data.token_stream import TokenStream, check_trainable
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
 from gpt2_fp8.data.workers import ProgressLog, UnitPool
+
+
+class Job(NamedTuple):
+    """What is to be prepared. `steps`: only what so many steps need; None: the whole text. `plugins`: as of a run."""
+
+    data: TextOfARun
+    n_positions: int
+    global_batch_size: int
+    steps: int | None
+    plugins: tuple[str, ...] = ()
 
 
 @dataclass
@@ -24,41 +35,33 @@ class Kept:
     documents: DocumentCounts = field(default_factory=DocumentCounts)
 
 
-@dataclass
 class Preparation:
-    """Reads what a run will read, as the run does, and so fills the cache. It may be interrupted at any time.
+    """Reads what a run of a job will read, as the run does, and so fills the cache. It may be interrupted at any time.
 
     Attributes:
-        data, n_positions, global_batch_size, plugins: as of the run.
-        steps: only what so many steps need is read; None: the whole text.
         kept: what the cache has of each (source's name, side) so far. The only source of a run has the name "".
-        tokenised: how many units were tokenised here; the others were in the cache.
     """
 
-    data: TextOfARun
-    n_positions: int
-    global_batch_size: int
-    steps: int | None
-    plugins: tuple[str, ...] = ()
-    kept: dict[tuple[str, str], Kept] = field(default_factory=dict, compare=False)
-    tokenised: int = field(default=0, compare=False)
-    _seen: set[Unit] = field(default_factory=set, compare=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, job: Job):
+        self.job = job
+        self.kept: dict[tuple[str, str], Kept] = {}
+        self.tokenised = 0  # units that were tokenised here; the others were in the cache
+        self._seen: set[Unit] = set()
         # Of these the tokens are kept: files of ids are read as they are.
-        self._cached = {name for name, source in sources_of(self.data) if isinstance(source, TextData)}
+        self._cached = {name for name, source in sources_of(job.data) if isinstance(source, TextData)}
 
     def run(self) -> None:
         """Read what is needed. Raises as `TokenStream` does, and OSError if the cache's disk takes no more."""
+        job = self.job
         text = TokenStream(
-            self.data, load_tokenizer(self.data.tokenizer), self.n_positions, self.global_batch_size,
-            plugins=self.plugins, on_read=self._note, must_keep=True,
+            job.data, load_tokenizer(job.data.tokenizer), job.n_positions, job.global_batch_size,
+            plugins=job.plugins, on_read=self._note, must_keep=True,
         )  # fmt: skip
         try:
-            if self.steps is None:
+            if job.steps is None:
                 self._read_all(text)
             else:
-                self._read_steps(text, self.steps)
+                self._read_steps(text, job.steps)
         finally:
             text.pool.close()
             self.tokenised = text.pool.counts.units - text.pool.counts.cache_hits

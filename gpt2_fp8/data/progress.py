@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Cursor, LaneState, lane_start
 from gpt2_fp8.data.order import Deal
 from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
-from gpt2_fp8.runtime.collectives import rank_and_world
+from gpt2_fp8.runtime.collectives import everyones, rank_and_world
 
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
@@ -122,13 +121,9 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress for JSON, the same on every rank; UserError if two have read other text. Collective."""
-        rank, world = rank_and_world()
-        own = set(map(str, self.deal.of_rank(rank, world)))
+        own = set(map(str, self.deal.of_rank(*rank_and_world())))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        gathered: list[Any] = [(self.step, lanes, self.digests.saved, self.validation)]
-        if world > 1:
-            mine, gathered = gathered[0], [None] * world
-            distributed.all_gather_object(gathered, mine)
+        gathered = everyones((self.step, lanes, self.digests.saved, self.validation))
         for step, lanes, *_ in gathered:
             assert step == self.step, f"ranks stand at the steps {[step for step, *_ in gathered]}"
             self.lanes.update(lanes)

@@ -140,7 +140,7 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
     try:
         items = itertools.islice(data.train_dataloader(), count)
         found = [item["ids"].to(device) for item in items]
-        vocab_size = config.model.vocab_size or data.tokenizer.n_vocab
+        vocab_size = config.model.vocab_size or data.vocab_size
     finally:
         data.teardown()
     return [found[i % len(found)] for i in range(count)], vocab_size

@@ -53,9 +53,8 @@ def data_source(name: str) -> Callable[[_F], _F]:
 def optimizer(name: str) -> Callable[[_F], _F]:
     """Register what makes a `torch.optim.Optimizer`, for `optimizer=registered optimizer.factory=NAME`.
 
-    It is called with two parameter groups, of matrices and of everything else, which have `params` and `weight_decay`,
-    and with the `optim` group. A fused optimizer of torch's skips a step that is not finite on the device; for any
-    other the host waits to know.
+    It is called with two parameter groups, of matrices and of everything else, and with the `optim` group. A fused
+    optimizer of torch's skips a step that is not finite on the device; for any other the host waits to know.
     """
     return _register("optimizer.factory", name)
 

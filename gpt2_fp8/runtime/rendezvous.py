@@ -2,9 +2,9 @@
 
 There they agree on a folder, form a process group, and learn which of them failed.
 
-The store is the agent's, or rank 0's. An agent's store outlives a restart of the ranks, and so do its keys: a process
-group that torch 2.13 forms there after a restart finds addresses of processes that are gone, and waits for them. So
-each generation of ranks has a prefix of its own, which rank 0 makes up and tells each rank that says hello.
+An agent's store outlives a restart of the ranks: a process group that torch 2.13 forms there finds addresses of
+processes that are gone, and waits for them. So each generation of ranks has a prefix of its own, which rank 0 makes up
+and tells each rank that says hello.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Meeting:
     """One generation of a run's ranks, in a store.
 
     Attributes:
-        ranks: this process's place.
         kept: the run's folder, if an earlier generation had one; None otherwise.
         again: whether this generation may not be the first. Without the agent's store nobody knows.
     """
@@ -111,10 +110,9 @@ class Meeting:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def watch(self, on_lost: Callable[[RunError], Any]) -> None:
-        """Have a thread end this process when another rank has failed, and the main thread does not see it.
+        """Have a thread end this process when another rank has failed, which NCCL does not tell the main thread.
 
-        NCCL does not tell it that a rank is gone. `on_lost` is called with the error before that: it writes the
-        summary.
+        `on_lost` is called with the error before that: it writes the summary.
         """
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a wait may hold the main thread's connection
         threading.Thread(target=self._watch, args=(store, on_lost), name="ranks", daemon=True).start()
@@ -244,10 +242,7 @@ def _is_connection(error: BaseException) -> bool:
 
 
 def launch(count: int, words: Sequence[str]) -> int:
-    """Run this program with `words` as `count` ranks by torch's elastic agent; returns the exit code.
-
-    It is that of the rank that failed first, which torchrun makes 1. The ranks' signals are those of this process.
-    """
+    """Run this program with `words` as `count` ranks by torch's elastic agent; returns the code of the first to fail."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent

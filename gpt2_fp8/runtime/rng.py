@@ -59,19 +59,13 @@ def restore_torch(state: dict[str, Any]) -> None:
 
 def gather() -> list[dict[str, Any]]:
     """Return every rank's `capture()`, in the order of ranks, on every rank. Collective."""
-    _, world = collectives.rank_and_world()
-    if world == 1:
-        return [capture()]
-    states: list[Any] = [None] * world
-    torch.distributed.all_gather_object(states, capture())
-    return states
+    return collectives.everyones(capture())
 
 
 def begin_rank(states: list[dict[str, Any]], seed: int, step: int) -> None:
     """Restore this rank's part of `gather()`, or begin a rank that has none after `step` steps of the run.
 
-    Each rank but the first draws numbers of its own then: equal dropout masks on all ranks would be fewer masks. The
-    first one's are those of a run of one process.
+    Each rank but the first then draws numbers of its own, so that dropout masks differ.
     """
     rank, _ = collectives.rank_and_world()
     if rank < len(states):

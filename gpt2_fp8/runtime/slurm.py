@@ -55,8 +55,7 @@ def is_submitted_call() -> bool:
 def lasting_name(words: Sequence[str]) -> str | None:
     """Return a name for a run of `words` that has none, the same whenever SLURM starts this batch job again.
 
-    Runs of other words in the same job have other names. None outside of a batch script, where somebody types at a
-    terminal, and in what submitit calls, which is a job of a sweep with a name.
+    None outside of a batch script, and in what submitit calls, which is a job of a sweep with a name.
     """
     if os.environ.get("ENVIRONMENT") != "BATCH" or not job_id() or is_submitted_call() or any(map(os.isatty, range(3))):
         return None
@@ -79,8 +78,8 @@ def leave_the_queue() -> None:
 def ended(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
-    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Nor
-    does a job of a parallel sweep requeue anything. Call it once, when everything is saved.
+    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Call
+    it once, when everything is saved.
     """
     if not is_batch_job() or _left_the_queue or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
@@ -95,10 +94,7 @@ def ended(signum: int) -> Stopped:
 
 
 def is_preempted(job: str) -> bool:
-    """Return whether SLURM says that a job is in the grace time of its preemption. Raises nothing.
-
-    A job that was cancelled, or is over its time, is in another state than these.
-    """
+    """Return whether SLURM says that a job is in the grace time of its preemption. Raises nothing."""
     try:
         said = _scontrol("show", "job", "--oneliner", job)
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -186,7 +186,7 @@ def build(
     pl.seed_everything(config.seed, workers=True, verbose=False)
     resume_step, trial = step_of(checkpoint), config.trainer.fast_dev_run
     data = TokenDataModule.from_config(config)
-    module = GPT2Module(config, config.model.vocab_size or data.tokenizer.n_vocab)
+    module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
     throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
     throughput.readers.append(first[1].write)
     kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)

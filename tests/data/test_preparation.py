@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.preparation import Preparation, tokens_a_pass
+from gpt2_fp8.data.preparation import Job, Preparation, tokens_a_pass
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.workers import UnitPool
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -19,7 +19,7 @@ N, SIZE = 16, 8  # tokens of context, sequences of a step
 
 
 def prepared(config: Any, steps: int | None) -> Preparation:
-    made = Preparation(config, N, SIZE, steps)
+    made = Preparation(Job(config, N, SIZE, steps))
     made.run()
     return made
 
