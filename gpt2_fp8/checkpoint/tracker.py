@@ -40,22 +40,18 @@ class Intervals:
 
     def is_permanent(self, step: int) -> bool:
         """Return whether the checkpoint of `step` is never superseded."""
-        return step in self.epoch_ends or _is_multiple(step, self.keep_every_n_steps)
+        return step in self.epoch_ends or (self.keep_every_n_steps > 0 and step % self.keep_every_n_steps == 0)
 
     def is_due(self, step: int, agree: Callable[[bool], bool]) -> bool:
         """Return whether `step` is to be saved.
 
         `agree` gets whether the minutes are over by this process's clock, and returns rank 0's answer. Collective.
         """
-        if self.is_permanent(step) or _is_multiple(step, self.every_n_steps):
+        if self.is_permanent(step) or (self.every_n_steps > 0 and step % self.every_n_steps == 0):
             return True
         if not self.every_minutes or step % _CLOCK_STEPS:
             return False
         return agree(time.monotonic() - self._began >= 60 * self.every_minutes)
-
-
-def _is_multiple(step: int, of: int) -> bool:
-    return of > 0 and step % of == 0
 
 
 class CheckpointTracker:

@@ -16,8 +16,8 @@ NOT_INSTALLED = "flash-attn-4 is not installed"
 def flash_backward() -> Callable[..., Any] | None:
     """Return the backward; None if `why_no_flash` gives a reason.
 
-    q, k, v, out, dout and the results dq, dk, dv: bfloat16 [batch, tokens, heads, head size]. lse: float32 [batch,
-    heads, tokens], the natural logarithm of each row's sum of exponentials.
+    Its tensors are bfloat16 [batch, tokens, heads, head size], and lse, as of `cudnn_attention`, float32 [batch, heads,
+    tokens].
     """
     return None if why_no_flash() else _imported()
 

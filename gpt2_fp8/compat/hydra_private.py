@@ -27,10 +27,7 @@ def given_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
 
 
 def job_words(overrides: list[Override]) -> list[list[str]]:
-    """List the words of each job of a sweep, in the order in which Hydra's basic sweeper launches them.
-
-    Raises HydraException for an interval.
-    """
+    """List the words of each job of a sweep, in the order of Hydra's basic sweeper. Raises HydraException."""
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return jobs
 

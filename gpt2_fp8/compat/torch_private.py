@@ -51,10 +51,7 @@ def start_compile_workers() -> None:
 
 
 def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1.
-
-    So does `torch.amp.GradScaler`, which also scales the loss.
-    """
+    """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 
 

@@ -204,10 +204,7 @@ class TokenDataModule(LightningDataModule):
         }
 
     def begin(self, step: int) -> None:
-        """Begin a `fit` that has finished `step` steps. With 0 it is a new run, whatever an earlier `fit` has read.
-
-        Raises UserError if training has come to another step than this text.
-        """
+        """Begin a `fit` that has finished `step` steps (0: a new run). Raises UserError if the text stands elsewhere."""
         progress = self._found.progress
         if step == 0 and progress.step:
             progress.begin()

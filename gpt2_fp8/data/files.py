@@ -229,26 +229,7 @@ def read_layout(path: Path, headerless: str) -> Layout:
 # ---- Python's library ------------------------------------------------------------------------------------------------
 
 # Pure-Python modules that are in all of CPython 3.11 to 3.14, also in Debian's split packages.
-TRAIN_MODULES = """
-_collections_abc.py _pydecimal.py _pyio.py _strptime.py _weakrefset.py abc.py argparse.py ast.py
-asyncio/base_events.py asyncio/events.py asyncio/futures.py asyncio/locks.py asyncio/queues.py
-asyncio/selector_events.py asyncio/sslproto.py asyncio/streams.py asyncio/subprocess.py asyncio/tasks.py
-asyncio/unix_events.py base64.py bdb.py bz2.py calendar.py cmd.py code.py codecs.py collections/__init__.py
-compileall.py concurrent/futures/_base.py concurrent/futures/process.py concurrent/futures/thread.py configparser.py
-contextlib.py copy.py csv.py dataclasses.py dis.py doctest.py email/_header_value_parser.py email/charset.py
-email/generator.py email/header.py email/headerregistry.py email/message.py email/utils.py enum.py filecmp.py
-fileinput.py fractions.py ftplib.py functools.py getopt.py gettext.py glob.py graphlib.py gzip.py hmac.py
-html/parser.py http/client.py http/cookiejar.py http/cookies.py http/server.py imaplib.py importlib/_bootstrap.py
-importlib/_bootstrap_external.py inspect.py ipaddress.py json/decoder.py json/encoder.py locale.py
-logging/__init__.py logging/config.py logging/handlers.py lzma.py mimetypes.py modulefinder.py
-multiprocessing/connection.py multiprocessing/managers.py multiprocessing/pool.py multiprocessing/queues.py netrc.py
-ntpath.py numbers.py operator.py optparse.py os.py pdb.py pickle.py pickletools.py pkgutil.py platform.py
-plistlib.py poplib.py posixpath.py pprint.py pstats.py pyclbr.py pydoc.py queue.py random.py reprlib.py runpy.py
-sched.py selectors.py shelve.py shlex.py shutil.py smtplib.py socket.py socketserver.py ssl.py subprocess.py
-symtable.py tempfile.py threading.py timeit.py tokenize.py trace.py traceback.py tracemalloc.py types.py typing.py
-unittest/case.py unittest/mock.py urllib/parse.py urllib/request.py uuid.py wave.py weakref.py webbrowser.py
-xml/dom/minidom.py xmlrpc/client.py zipimport.py zoneinfo/_zoneinfo.py
-""".split()  # noqa: SIM905  # a list of strings would be four screens long
+TRAIN_MODULES = Path(__file__).with_name("stdlib_modules.txt").read_text().split()
 VAL_MODULES = ["bisect.py", "difflib.py", "heapq.py", "mailbox.py", "statistics.py", "tarfile.py", "textwrap.py"]
 
 

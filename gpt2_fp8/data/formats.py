@@ -125,10 +125,7 @@ def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[objec
 def read_file(
     file: TextFile, groups: range, column: str, counts: DocumentCounts, most: int | None = None
 ) -> Iterator[object]:
-    """Return the documents of some row groups of a parquet file, or of any other file `most` (None: all) of its lines.
-
-    Raises UserError if it has no text under `column`.
-    """
+    """Return the documents of row groups of a parquet file, or of `most` (None: all) lines of any other file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -187,10 +184,7 @@ def unreadable(path: str | Path, error: Exception) -> UserError:
 def read_json(
     rows: Iterable[bytes | dict[str, object] | None], column: str, counts: DocumentCounts, file: TextFile
 ) -> Iterator[object]:
-    """Return the value of `column` in each object, or line that has one. What is no object counts as broken.
-
-    Raises UserError at the end if there are objects, and the value of none was text or null.
-    """
+    """Return the value of `column` in each object, or line that has one. Raises UserError if none was text or null."""
     first: dict[str, object] | None = None
     fits = False
     for row in rows:
@@ -241,10 +235,7 @@ def check_schema(schema: Any, file: TextFile, column: str) -> None:
 
 
 def as_documents(column: Any) -> list[bytes | None]:
-    """Return the values of an Arrow column of text, as bytes.
-
-    Arrow checks UTF-8 only when it makes a str, and then it raises.
-    """
+    """Return the values of an Arrow column of text, as bytes: Arrow raises for a str that is no UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):

@@ -72,10 +72,7 @@ class HubSource:
     _hub: Any = field(default=None, repr=False)  # its file system, which remembers what it was told
 
     def corpus(self) -> Corpus:
-        """Ask the hub which files there are. If it is out of reach, use its last answer.
-
-        Raises UserError if the hub refuses what is asked, DataSourceLost if it does not answer.
-        """
+        """Ask the hub which files there are. If it is out of reach, use its last answer, or raise DataSourceLost."""
         from huggingface_hub import is_offline_mode
 
         asked = [self.repo, self.revision, *self.train_files, "", *self.val_files, "", self.text_column]
@@ -151,10 +148,7 @@ class HubSource:
         return commit, found
 
     def _count(self, commit: str, paths: list[str]) -> list[int]:
-        """Return the number of units of each file.
-
-        Raises UserError if the first file, or a parquet file, has no text in the column.
-        """
+        """Return the number of units of each file. Raises UserError if the first, or a parquet file, has no text."""
         found = []
         for path in paths:
             file, kind = self._file(commit, path), formats.kind_of(path)

@@ -51,11 +51,8 @@ class Order:
         assert seed >= 0
         assert 1 <= lanes <= n_units
         self.seed, self.n_units, self.lanes = seed, n_units, lanes
-        self._units = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
-
-    def epoch(self, epoch: int) -> Numbers:
-        """Return every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
-        return self._units(epoch)
+        # every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]
+        self.epoch = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
 
     def length(self, lane: int) -> int:
         """Return how many units a lane has in an epoch."""

@@ -124,14 +124,12 @@ def naming_source(name: str) -> Iterator[None]:
     """Enter a context in which a source is looked at: its errors then name it, and its keys as they are typed."""
     try:
         yield
-    except UserError as error:
+    except (UserError, DataSourceLost) as error:
         if not name:
             raise
+        if isinstance(error, DataSourceLost):
+            raise DataSourceLost(f"source {name}: {error}") from error
         raise UserError(data_schema.as_named(problem, name) for problem in error.problems) from error
-    except DataSourceLost as error:
-        if not name:
-            raise
-        raise DataSourceLost(f"source {name}: {error}") from error
 
 
 def join_corpora(streams: list[SourceStream]) -> Corpus:

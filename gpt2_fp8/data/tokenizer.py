@@ -93,10 +93,7 @@ def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Toke
 
 @cache
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. A process reads each once.
-
-    Raises UserError if GPT-2's vocabulary cannot be had, or a file is of no use.
-    """
+    """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. Raises UserError without it."""
     if name == "bytes":
         return _bytes_encoding()
     return _gpt2_encoding() if name == "gpt2" else load_file(name)
@@ -110,10 +107,7 @@ def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
 
 
 def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
-    """Return how many bytes the text of `ids` has, in UTF-8.
-
-    Of a file's tokenizer, a character that is cut at either end counts as the three bytes of its mark.
-    """
+    """Return how many bytes the text of `ids` has, in UTF-8; three for a character that a file's tokenizer cuts."""
     import tiktoken
 
     if isinstance(encoding, tiktoken.Encoding):

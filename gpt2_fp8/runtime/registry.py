@@ -60,18 +60,15 @@ def optimizer(name: str) -> Callable[[_F], _F]:
 
 
 def recipe(name: str) -> Callable[[_F], _F]:
-    """Register what makes a Transformer Engine `Recipe` from the `precision` group, for `recipe=registered`.
+    """Register what makes a Transformer Engine `Recipe` from the `precision` group, without a state between steps.
 
-    `recipe.factory=NAME` selects it. It keeps no state between steps: delayed scaling is `recipe=delayed`.
+    For `recipe=registered recipe.factory=NAME`.
     """
     return _register("recipe.factory", name)
 
 
 def load(modules: Sequence[str], folder: Path) -> None:
-    """Import modules by name, from Python's path and from `folder`. Imported modules are not imported again.
-
-    Raises UserError if one cannot be imported; its traceback goes to the log.
-    """
+    """Import modules by name, from Python's path and from `folder`. Raises UserError, with a traceback in the log."""
     if modules and str(folder) not in sys.path:
         sys.path.append(str(folder))
     if modules and str(folder) not in _folders:
@@ -93,10 +90,7 @@ def folders() -> list[str]:
 
 
 def make(key: str, name: str, kind: type, *arguments: object) -> Any:
-    """Make the object that is registered under `name` for `key`. It must be a `kind`.
-
-    Raises UserError if nothing has that name, or if the object is of another class.
-    """
+    """Make the object, a `kind`, that is registered under `name` for `key`. Raises UserError if there is none."""
     known = _known[key]
     if name not in known:
         cause, remedy = unknown_choice(key, name, sorted(known))

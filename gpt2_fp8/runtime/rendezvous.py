@@ -242,7 +242,7 @@ def _is_connection(error: BaseException) -> bool:
 
 
 def launch(count: int, words: Sequence[str]) -> int:
-    """Run this program with `words` as `count` ranks by torch's elastic agent; returns the code of the first to fail."""
+    """Run this program with `words` as `count` ranks by torch's agent; returns the code of the first that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -265,12 +265,12 @@ def launch(count: int, words: Sequence[str]) -> int:
         if failed.exitcode >= 0:
             return failed.exitcode  # it has said why
         if -failed.exitcode in signals.SIGNALS:
-            return _exit_code(-failed.exitcode)
+            return signals.exit_code(-failed.exitcode)
         name = signal.Signals(-failed.exitcode).name
         programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
         return 1
     except SignalException as error:
-        return _exit_code(error.sigval)
+        return signals.exit_code(error.sigval)
     return 0
 
 
@@ -278,7 +278,3 @@ def _own_program() -> list[str]:
     """Return how Python starts this program: by its module, or by a script that calls `run.main`."""
     is_script = getattr(sys.modules["__main__"], "__spec__", None) is None and sys.argv[0].endswith(".py")
     return [sys.argv[0]] if is_script else ["-m", "gpt2_fp8.run"]
-
-
-def _exit_code(signum: int) -> int:
-    return 128 + (signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum)

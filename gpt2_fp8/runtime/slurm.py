@@ -1,11 +1,9 @@
 """What SLURM asks of a job that it is about to end: to save, and to be put back into the queue once.
 
-SLURM asks in two ways. `sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to every task 90 seconds before the time limit
-(submitit asks for SIGUSR2). A job that is preempted gets SIGTERM at the start of its grace time, and is not put back by
-SLURM if it ends within that time. Without grace time, SLURM puts it back itself.
-
-Lightning 2.6 has a handler for SIGUSR1, which saves in the middle of any computation. submitit has one for SIGUSR2,
-which leaves there without saving. Ours replace both (`runtime/signals.py`), so nothing else requeues the job.
+`sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to every task 90 seconds before the time limit (submitit asks for
+SIGUSR2). A job that is preempted gets SIGTERM at the start of its grace time, and is not put back by SLURM if it ends
+within that time. Without grace time, SLURM puts it back itself. The handlers of `runtime/signals.py` replace those of
+Lightning and submitit, so nothing else requeues the job.
 """
 
 from __future__ import annotations
