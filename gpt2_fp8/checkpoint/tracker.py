@@ -1,8 +1,7 @@
 """When a run saves, and what every rank knows of its checkpoints and validations.
 
-Only rank 0's writer knows what reached the disk, and it knows late. The result is broadcast with the next collective
-operation (a save or a validation), so all ranks decide alike at no extra cost. Until then a requested checkpoint is
-assumed to succeed.
+Only rank 0's writer knows what reached the disk. The next save or validation broadcasts it, so all ranks decide alike.
+Until then a requested checkpoint is assumed to succeed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Transformer Engine's state of delayed scaling, which is private. Holds for `transformer-engine>=2.20.2,<2.22`.
 
 Its public way to save it, `get_extra_state`, is a pickle that it refuses to load since 2.18 (TransformerEngine#3123).
-Importing this module needs nothing. Its functions import Transformer Engine only if it is already in use.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ def scaling_state(module: nn.Module, direction: str) -> Any | None:
 
 
 def allocate_scaling(module: Any, products: int, region: AbstractContextManager[Any]) -> None:
-    """Make a layer's state now, as its first FP8 forward would, if it has none. Call it inside `te.autocast`.
+    """Make a layer's state of so many GEMMs now, as its first FP8 forward would, if it has none.
 
-    `products`: how many GEMMs it computes. `region`: the context that its forward enters within the outer region.
+    Call it inside `te.autocast`. `region`: the context that the forward enters within the outer region.
     """
     if "scaling_fwd" not in module.fp8_meta:
         with region:

@@ -98,10 +98,9 @@ class Validation(IterableDataset[dict[str, Any]]):
 
 
 class TokenDataModule(LightningDataModule):
-    """Batches of token ids from the text that `config` names.
+    """Batches of token ids from the text that `config`, a `data` group, names.
 
     Args:
-        config: the `data` group.
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
         n_positions, global_batch_size, overfit_batches, plugins: as of `TokenStream`.
@@ -204,7 +203,7 @@ class TokenDataModule(LightningDataModule):
         }
 
     def begin(self, step: int) -> None:
-        """Begin a `fit` that has finished `step` steps (0: a new run). Raises UserError if the text stands elsewhere."""
+        """Begin a `fit` that has finished `step` steps; 0: a new run. Raises UserError if the text stands elsewhere."""
         progress = self._found.progress
         if step == 0 and progress.step:
             progress.begin()

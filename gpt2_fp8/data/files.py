@@ -49,8 +49,7 @@ def find_files(
     """Return the files to train on and those to validate with, each once, without empty ones.
 
     Without any to train on, as in an evaluation, the others take their place. `kinds` are the endings of their names.
-    Raises UserError with everything that is wrong with patterns, names and files, of which `check` raises UserError or
-    OSError.
+    Raises UserError with everything that is wrong with patterns, names and, by `check`, with files.
     """
     problems: list[Problem] = []
     if not train and not val:

@@ -114,13 +114,7 @@ def whole_numbers(weights: Iterable[float]) -> list[int]:
 
 
 class Mixing:
-    """The sources of a run's sequences, by row and column.
-
-    Args:
-        weights: of each source, as whole numbers.
-        columns: how many there are; they divide the global batch.
-        seed: of the phases.
-    """
+    """The sources of a run's sequences, by row and column, from a whole weight of each source and a seed of phases."""
 
     def __init__(self, weights: list[int], columns: int, seed: int):
         assert all(weight > 0 for weight in weights)
@@ -167,10 +161,6 @@ class Deal:
 
     L is a source's own number of lanes. It divides the number of columns, so a column always reads the same lane of a
     source. All lanes of a source then have about the same share of it.
-
-    Args:
-        mixing: whose columns divide the global batch.
-        lanes: how many lanes each source has.
     """
 
     def __init__(self, mixing: Mixing, lanes: list[int], global_batch_size: int):

@@ -78,10 +78,7 @@ def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
-    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
-
-    A cast would turn an id that is too large into another one, and a GPU would read past the end of a table.
-    """
+    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         odd = int(ids.min() if ids.min() < 0 else ids.max())
         raise UserError.of(

@@ -1,7 +1,7 @@
-"""Collective operations between a run's processes, once a step. Plain torch; they do nothing for a single process.
+"""Collective operations between a run's processes, once a step. They do nothing for a single process.
 
-Numbers of the host (did memory run out, was there a signal) go from host to host through gloo. They do not wait for the
-GPU, which has work queued for a long time. Tensors go from GPU to GPU.
+Numbers of the host (did memory run out, was there a signal) go from host to host through gloo, and do not wait for the
+GPU. Tensors go from GPU to GPU.
 """
 
 from __future__ import annotations

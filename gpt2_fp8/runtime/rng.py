@@ -14,16 +14,13 @@ from gpt2_fp8.runtime import collectives
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of this process's generators: Python's, numpy's global one, torch's CPU and CUDA ones.
-
-    CUDA's is there once CUDA is in use. Values are str, int, float, None, tuples of ints and uint8 tensors on the CPU.
-    """
+    """Return the states of this process's generators: Python's, numpy's global one, torch's CPU and CUDA ones."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": {
             "name": name,
-            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles (only between ranks).
+            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles.
             "keys": torch.from_numpy(numpy.array(keys)).view(torch.uint8),
             "position": int(position),
             "has_gauss": int(has_gauss),

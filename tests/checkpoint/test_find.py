@@ -80,23 +80,6 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
         files.read(path)
 
 
-def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
-    save(tmp_path, 2, 4)
-    corrupt(tmp_path / "step-00000002")
-    corrupt(tmp_path / "step-00000004")
-    with pytest.raises(
-        CheckpointError, match=r"no whole checkpoint left: .*step-00000004 .*; .*step-00000002 "
-    ) as error:
-        resolve("last", tmp_path)
-    assert error.value.exit_code == 2
-
-
-def test_a_pointer_to_nothing_is_an_error_not_a_fresh_start(tmp_path):
-    pointers.write(tmp_path, "last", pointers.Pointer("step-00000002", 2, None))
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint left: .*step-00000002, which it names, is gone"):
-        resolve("last", tmp_path)
-
-
 def test_best(tmp_path):
     save(tmp_path, 2, 4)
     with pytest.raises(CheckpointError, match="no best checkpoint"):

@@ -17,17 +17,6 @@ from tests.engine.test_engine import POSITIONS, with_scales
 from tests.fp8.test_state import Layer
 from tests.layers.test_delayed_scaling import E4M3, E5M2, scales, step
 
-
-def test_a_process_that_is_alone_asks_nobody():
-    assert collectives.rank_and_world() == (0, 1)
-    assert not collectives.is_distributed()
-    assert collectives.largest(15) == 15
-    assert [collectives.any_rank(flag) for flag in (True, False)] == [True, False]
-    tensor = torch.tensor([1.0])
-    collectives.maximum(tensor)
-    assert tensor.item() == 1
-
-
 # Two ranks
 
 
