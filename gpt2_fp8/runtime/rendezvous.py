@@ -131,7 +131,7 @@ class Meeting:
         self.ending()
         until = time.monotonic() + 2 * GRACE_SECONDS
         with suppress(RuntimeError):  # the store is gone too
-            while (lost := self._failure()) is None and time.monotonic() < until and signals.received() is None:
+            while (lost := self._failure()) is None and time.monotonic() < until and signals.get_received() is None:
                 time.sleep(_LOOK_SECONDS)
             if lost is not None:
                 return lost
@@ -229,7 +229,7 @@ def _is_agents() -> bool:
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
-    with signals.interruptible():
+    with signals.allow_interrupt():
         while not done():
             if time.monotonic() > until:
                 raise RunError(f"waited {PATIENCE_SECONDS:.0f} s in vain for {missing()}")

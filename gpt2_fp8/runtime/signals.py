@@ -2,7 +2,7 @@
 
 What a signal does depends on when it arrives:
 
-- During start-up, and in a wait declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
+- During start-up, and in a wait of `allow_interrupt`, nothing is half done: `Interrupted` is raised at once.
 - In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
   done, and `GracefulStop` looks between steps.
 - A second signal ends the process at once, at any time. A thread does it: a backward on a CPU can keep the main thread,
@@ -240,7 +240,7 @@ _active: Signals | None = None
 
 
 @contextmanager
-def handled() -> Iterator[Signals]:
+def handle_signals() -> Iterator[Signals]:
     """Handle signals in this context, held at first; inside another such context use the same `Signals`.
 
     Off the main thread it does nothing.
@@ -262,7 +262,7 @@ def handled() -> Iterator[Signals]:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def allow_interrupt() -> Iterator[None]:
     """Declare a wait of the main thread in which nothing is half done: a signal may raise `Interrupted` in it."""
     if _active is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -271,12 +271,12 @@ def interruptible() -> Iterator[None]:
         yield
 
 
-def pending() -> bool:
+def is_pending() -> bool:
     """Return whether a signal was received, so that unneeded work can be skipped."""
-    return received() is not None
+    return get_received() is not None
 
 
-def received() -> int | None:
+def get_received() -> int | None:
     """Return the number of the first signal that was received; None before it."""
     return None if _active is None else _active.received
 
