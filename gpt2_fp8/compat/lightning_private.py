@@ -126,7 +126,7 @@ def log_last_step(trainer: pl.Trainer) -> None:
 
 
 def return_only(trainer: pl.Trainer, name: str) -> None:
-    """Have `Trainer.validate` return the metric `name` without logging it, at a step that may be one too few."""
+    """Have `Trainer.validate` return the metric `name` without logging it: its step may be one too few."""
     connector = trainer._logger_connector
     log = type(connector).log_eval_end_metrics
 

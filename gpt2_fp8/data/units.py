@@ -129,7 +129,7 @@ class TokenisedUnit:
 def tokenise(
     documents: Iterable[bytes | str | object], unit: Unit, encoding: Tokenizer, counts: DocumentCounts
 ) -> TokenisedUnit:
-    """Encode the `documents` that are text and on the unit's side of a held-out split. Raises UserError if few are."""
+    """Encode the documents that are text and on the unit's side of a split. Raises UserError if many are broken."""
     dtype = dtype_of(encoding.n_vocab)
     end_of_text = np.array([encoding.eot_token], dtype).tobytes()
     ids, ends = bytearray(), array("q")

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or else nvidia-smi names them."""
     if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is None:
         return list(_uuids())
-    names = [name.strip() for name in listed.split(",")]
-    end = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return names[:end]  # CUDA, too, reads no further than the first that is none
+    names = (name.strip() for name in listed.split(","))
+    return list(takewhile(lambda name: name and not name.startswith("-"), names))  # CUDA, too, reads no further
 
 
 def lock_gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, Any] | None:

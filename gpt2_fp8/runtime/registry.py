@@ -25,13 +25,8 @@ log = logging.getLogger(__name__)
 
 Factory = Callable[..., Any]
 _F = TypeVar("_F", bound=Factory)
-_known: dict[str, dict[str, Factory]] = {
-    "callbacks.extra": {},
-    "logger.extra": {},
-    "data.source": {},
-    "optimizer.factory": {},
-    "recipe.factory": {},
-}
+_KEYS = "callbacks.extra", "logger.extra", "data.source", "optimizer.factory", "recipe.factory"
+_known: dict[str, dict[str, Factory]] = {key: {} for key in _KEYS}
 _folders: list[str] = []  # searched for modules, in addition to Python's own path
 
 
@@ -69,9 +64,8 @@ def recipe(name: str) -> Callable[[_F], _F]:
 
 def load(modules: Sequence[str], folder: Path) -> None:
     """Import modules by name, from Python's path and from `folder`. Raises UserError, with a traceback in the log."""
-    if modules and str(folder) not in sys.path:
-        sys.path.append(str(folder))
     if modules and str(folder) not in _folders:
+        sys.path.append(str(folder))
         _folders.append(str(folder))
     for module in modules:
         try:
