@@ -50,12 +50,6 @@ def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path):
     assert resolve("last", tmp_path).name == "step-00000008"
 
 
-def test_what_a_killed_writer_moved_aside_counts(tmp_path):
-    save(tmp_path, 2, 4)
-    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.old")
-    assert resolve("last", tmp_path).name == ".step-00000004.old"
-
-
 def test_each_file_is_hashed_once(tmp_path, monkeypatch):
     hashed = []
 
