@@ -242,10 +242,8 @@ def _find_remedy(error: BaseException) -> str | None:
 
 @cache
 def bound_waits() -> None:
-    """Have the client's waits end. A client that it makes anew is as its first one, with its hooks."""
+    """Have the client's waits end: each one that it makes is as its first, with its hooks."""
     from huggingface_hub import get_session, set_client_factory
 
-    first = get_session()
-    kind, hooks = type(first), first.event_hooks
+    kind, hooks = type(get_session()), get_session().event_hooks
     set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT_SECONDS))
-    first.timeout = TIMEOUT_SECONDS
