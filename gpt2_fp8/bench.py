@@ -50,7 +50,7 @@ could be written; 2 your input; 130, 141, 143 stopped."""
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handled() as handlers:
+    with signals.handle_signals() as handlers:
         try:
             with handlers.at_once():
                 return programs.end(programs.exit_code(lambda: _bench(argv)))

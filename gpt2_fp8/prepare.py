@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handled() as handlers:
+    with signals.handle_signals() as handlers:
         try:
             with handlers.at_once():
                 return programs.exit_code(lambda: _prepare(argv))

@@ -40,7 +40,7 @@ def job(cfg: DictConfig) -> float | None:
     """Run one job, of a sweep or the only one, in the folder that Hydra has made. Returns the last validation loss."""
     if not slurm.is_submitted_call():
         return _job(cfg)
-    with signals.handled():  # from here on, in place of submitit's handlers
+    with signals.handle_signals():  # from here on, in place of submitit's handlers
         try:
             return _job(cfg)
         except _Ended as ended:  # it may be in the queue again: submitit gets no result
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         if ranks.is_first_rank():
             print(programs.VERSION)
         return 0
-    with signals.handled() as handlers:
+    with signals.handle_signals() as handlers:
         ranks.forget()
         try:
             with handlers.at_once():
@@ -131,7 +131,7 @@ def _run(argv: list[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
-        if (signum := signals.received()) is not None and sweeps.begun() is not None:
+        if (signum := signals.get_received()) is not None and sweeps.begun() is not None:
             slurm.note_step()  # its jobs may have
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
         if isinstance(error, Exception) and (folder := sweeps.begun()) is not None:

@@ -66,7 +66,7 @@ HOUSE = {
     # what everything stands on
     "runtime": Row("compat config", "torch numpy filelock"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf"),
+    "compat": Row("", "torch lightning transformer_engine torchao flash_attn hydra omegaconf"),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
@@ -75,7 +75,7 @@ ONLY_IN = {
     "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "diagnose.probe"],
     "torchao": ["fp8.recipes", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
-    "huggingface_hub": ["data", "compat.hub"],
+    "huggingface_hub": ["data"],
     "tokenizers": ["data.tokenizer"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["reports.render", "schedule"],

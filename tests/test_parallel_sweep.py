@@ -160,7 +160,7 @@ def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, monkeypatch, ki
         assert 0 < report["steps"] < 4000
         assert checkpoint(folder / str(job), report["steps"]).is_dir()
     monkeypatch.setattr(gpu_locks.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert gpu_locks.take({"CUDA_VISIBLE_DEVICES": "0"})[0] == "0", "nobody has it"
+    assert gpu_locks.lock_gpu({"CUDA_VISIBLE_DEVICES": "0"})[0] == "0", "nobody has it"
     if not killed:
         assert process.returncode == 130, output
         assert "Traceback" not in output

@@ -75,7 +75,7 @@ class FP8HealthLog(pl.Callback):
         if settles:
             pl_module.step.settle()
         self._row = step
-        if self._health is None or signals.pending():
+        if self._health is None or signals.is_pending():
             return
         with self._only_looking(step):
             if settles:

@@ -53,7 +53,7 @@ class GracefulStop(Checkpoint):
         self._validating = False
 
     def __enter__(self) -> GracefulStop:
-        self._signals = self._context.enter_context(signals.handled())
+        self._signals = self._context.enter_context(signals.handle_signals())
         if self._signals.received is not None:  # it came after a sweep's job, and was held until now
             self._context.close()
             raise slurm.ended(self._signals.received)

@@ -142,14 +142,14 @@ class Samples(pl.Callback):
             with pl_module.step.evaluation.forwards() as model:
                 ids = generate(
                     model, prompt or [tokenizer.eot_token], self.tokens, pl_module.vocab_size, n_positions, self.seed,
-                    stopped=signals.pending,
+                    stopped=signals.is_pending,
                 )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             log.warning("no sample at step %d: out of memory", trainer.global_step)
             return
-        if signals.pending():
+        if signals.is_pending():
             log.info("no sample at step %d: the run is stopping", trainer.global_step)
             return
         known = [i for i in ids if i < tokenizer.n_vocab]

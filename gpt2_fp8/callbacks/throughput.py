@@ -167,7 +167,7 @@ class Throughput(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write the row of the last step, if it can be settled by one rank. `GracefulStop` sees to signals."""
-        if not collectives.is_distributed() and not signals.pending():
+        if not collectives.is_distributed() and not signals.is_pending():
             with suppress(Exception):  # what has ended the run is said already
                 pl_module.step.settle()
 

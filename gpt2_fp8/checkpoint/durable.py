@@ -18,10 +18,7 @@ def fsync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically and durably. After an OSError the old file is still there.
-
-    Raises ValueError for a non-finite float: it is not JSON, and readers in other languages fail on it.
-    """
+    """Replace `path` by `value` as JSON, as `write_text`. Raises ValueError for a float that is not finite."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

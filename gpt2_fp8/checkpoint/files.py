@@ -52,16 +52,12 @@ class _Name(str):
 def write(path: Path | str, checkpoint: dict[str, Any]) -> None:
     """Write a Lightning checkpoint dictionary as the folder `path`, durably; an older folder there is replaced.
 
-    A crash leaves the old folder or the new one. Between two renames it leaves the old one as `.NAME.old`, which
-    `sweep` puts back.
-
-    Raises:
-        OSError: the disk does not take it.
-        TypeError: a value cannot be kept.
+    A crash leaves the old folder or the new one; between two renames the old one as `.NAME.old`, which `sweep` puts
+    back. Raises OSError if the disk does not take it, TypeError if a value cannot be kept.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = _temporary(path), _old(path)
+    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
@@ -90,7 +86,7 @@ def remove(path: Path | str) -> None:
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
-        temporary = _temporary(path)
+        temporary = path.with_name(f".{path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         os.rename(path, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -145,19 +141,10 @@ def _ties(state_dict: Any) -> dict[str, str]:
     return {key: stored for key, name in names.items() if (stored := place(name)[1]) != key}
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
-
-
 def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the dictionary that `write` was given. Its tensors are on `map_location` (default: the CPU).
+    """Return the dictionary that `write` was given, its tensors on the device `map_location` (default: the CPU).
 
-    `map_location` is a device or its name. `only`: the keys to read; keys that the checkpoint lacks are left out. Every
-    file is verified before any tensor is made. Raises CheckpointError.
+    `only`: the keys to read, as far as they are there. Every file is verified before. Raises CheckpointError.
     """
     path = Path(path)
     verify(path)
@@ -179,10 +166,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def read_plain(path: Path | str, key: str) -> Any:
-    """Return what a checkpoint's state has under `key`, with None for tensors; {} if it has nothing.
-
-    It is for a checkpoint that has been read before: nothing is verified. Raises CheckpointError.
-    """
+    """Return what a checkpoint's state has under `key`, with None for tensors; {} if it has nothing. Not verified."""
     return tree.unflatten(_read_skeleton(Path(path)).get(key, {}), lambda name: None)
 
 
@@ -209,15 +193,13 @@ def _tensors(path: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
 
 
 def upgrade(skeleton: dict[str, Any]) -> dict[str, Any]:
-    """Return a state's skeleton with the keys of the present format. One that has them already stays as it is.
+    """Return a state's skeleton with the keys of format 3. One that has them already stays as it is.
 
-    Format 3 put the state of a training step under one key, and renamed two callbacks:
+    It put the state of a training step under one key, and renamed two callbacks:
 
         FP8Precision.scaling      training_step.scaling.settings
         FP8Precision.*            training_step.scaling.*
         micro_batch_size          training_step.micro_batch_size
-        callbacks.Tiers           callbacks.Checkpointing
-        callbacks.Fallback        callbacks.DivergenceGuard
     """
     state, step = dict(skeleton), {}
     if "micro_batch_size" in state:

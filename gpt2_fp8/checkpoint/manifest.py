@@ -56,10 +56,7 @@ def place(name: str) -> tuple[str, str]:
 
 
 def describe(folder: Path, names: Iterable[str], step: int, precision: str | None) -> dict[str, Any]:
-    """Return the manifest of a checkpoint of `step` whose files `names` are in `folder`.
-
-    `precision`: what it was trained in. Each file has an object, so that later versions can say more about it.
-    """
+    """Return the manifest of a checkpoint of `step`, trained in `precision`, whose files `names` are in `folder`."""
     written_by = {name: version for name, version in read_versions().items() if version and name != "code"}
     sha256 = digests(folder, names)
     manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "global_step": step}
@@ -92,8 +89,7 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Return the manifest. It is unchanged, of a known format, and of the step in the folder's name.
 
-    Every file that it lists is there at full length. Their content is not checked here, but in `verify`.
-    Raises CheckpointError.
+    Every file that it lists is there at full length; `verify` checks the content. Raises CheckpointError.
     """
     path = Path(path)
     if not path.is_dir():
@@ -151,9 +147,8 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
 def verify(path: Path | str) -> dict[str, Any]:
     """Return the manifest of the checkpoint `path`, after comparing every file with its listed size and SHA-256.
 
-    A file that this process has already read, and that has not changed since, is not read again. A checkpoint of
-    version 1 has no digests: only its sizes are compared, and the log says so. Raises CheckpointError naming the files
-    that differ.
+    A file that this process has already read, and that has not changed since, is not read again. Version 1 has sizes
+    alone. Raises CheckpointError naming the files that differ.
     """
     path = Path(path)
     manifest = read_manifest(path)

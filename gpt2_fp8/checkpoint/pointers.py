@@ -41,12 +41,7 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def follow(folder: Path, kind: Kind) -> Pointer:
-    """Return the pointer of that kind.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError, ValueError: its file is damaged.
-    """
+    """Return the pointer of that kind. Raises FileNotFoundError without one, OSError or ValueError if damaged."""
     value = disk.read_json(folder / f"{kind}.json")
     try:
         pointer = Pointer(value["checkpoint"], value["step"], _finite(value["val_loss"]))
@@ -100,13 +95,11 @@ def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
     """Return the checkpoint that `ckpt_path` means for the run whose checkpoints are in `checkpoints_dir`, verified.
 
     last: the one that `last.json` names. If that is damaged, it is the highest whole step before it, then the highest
-    whole step after it. The latter belong to a branch that the run has left. Without a usable `last.json` it is the
-    highest whole step. The log names each one that is skipped, with the reason. None: there is no checkpoint at all,
-    and the run starts from the beginning.
+    whole step after it, of a branch that the run has left. Without a usable `last.json` it is the highest whole step.
+    The log says why others are skipped. None: there is no checkpoint at all.
     best: the one that `best.json` names. Anything else is a path.
 
-    Raises:
-        CheckpointError: no whole one is left, there is no best or it is damaged, or the path is not a checkpoint.
+    Raises CheckpointError if that is none, or no whole one is left.
     """
     if ckpt_path == "last":
         return _find_last(checkpoints_dir)

@@ -34,8 +34,8 @@ def room(tensor: Tensor) -> int:
 class Pinned:
     """Tensors in one region of page-locked memory, handed out one after the other.
 
-    If no pages can be locked, one warning says so, and the tensors are in ordinary memory. `close`, or the end of this
-    object, unlocks the region. Its memory lives as long as the tensors in it.
+    If no pages can be locked, one warning says so, and the tensors are in ordinary memory. The end of this object also
+    unlocks the region. Its memory lives as long as the tensors in it.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,7 @@ class Pinned:
         self._used = 0
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous CPU tensor of the shape and dtype of `tensor`, with a storage of its own.
-
-        Its content is arbitrary. It is in ordinary memory if there is no region, or no room in it.
-        """
+        """Return a new contiguous CPU tensor like `tensor`, in ordinary memory if the region has no room."""
         start, end = self._used, self._used + room(tensor)
         if self._region is None or not tensor.nbytes or end > len(self._region):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -115,18 +112,14 @@ _SLACK_BYTES = 1 << 20  # for what is on a GPU and was not counted: scales, coun
 class Snapshots:
     """Takes snapshots, one after the other. Each overwrites the GPU's tensors in the one before it.
 
-    If `prepare` was called before, these are copied into page-locked memory: 1.5 GB (GPT-2 124M with both moments of
-    AdamW) in well under 0.1 s. Otherwise the copy is in ordinary memory, and many times slower.
+    After `prepare` 1.5 GB (GPT-2 124M and AdamW) take well under 0.1 s. Otherwise a copy is many times slower.
     """
 
     def __init__(self) -> None:
         self._pinned = Pinned()
 
     def prepare(self, value: Any) -> None:
-        """Begin to lock as much memory as snapshots of the size of `value` take; returns at once.
-
-        Nothing happens for a value without tensors on a GPU. Do not call it while a CUDA graph is being recorded.
-        """
+        """Begin to lock as much memory as snapshots of `value` take, as `Pinned.reserve` does; returns at once."""
         tensors = list({tree.memory_key(tensor): tensor for tensor in _gpu_tensors(value)}.values())
         if tensors:
             self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
@@ -134,9 +127,8 @@ class Snapshots:
     def take(self, value: Any) -> Any:
         """Return a copy of `value` that shares nothing with it. Its tensors are detached, contiguous and on the CPU.
 
-        `value` is what `tree.flatten` takes. A tensor that occurs twice is copied once, and occurs twice in the copy.
-        The copy is complete when this returns; the host waits for each GPU once. It does not refuse values that a
-        checkpoint cannot keep: the later write does.
+        A tensor that occurs twice is copied once, and occurs twice in the copy. The host waits for each GPU once. What
+        a checkpoint cannot keep is refused by the later write.
         """
         self._pinned.rewind()
         copies: dict[tuple, Tensor] = {}

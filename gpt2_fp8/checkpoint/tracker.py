@@ -1,8 +1,7 @@
 """When a run saves, and what every rank knows of its checkpoints and validations.
 
-Only rank 0's writer knows what reached the disk, and it knows late. The result is broadcast with the next collective
-operation (a save or a validation), so all ranks decide alike at no extra cost. Until then a requested checkpoint is
-assumed to succeed.
+Only rank 0's writer knows what reached the disk. The next save or validation broadcasts it, so all ranks decide alike.
+Until then a requested checkpoint is assumed to succeed.
 """
 
 from __future__ import annotations
@@ -23,15 +22,9 @@ _CLOCK_STEPS = 10  # the ranks compare the time at every multiple of this step
 
 
 class Intervals:
-    """Says at which steps a checkpoint is due, and which checkpoints are kept for good.
+    """Says at which steps a checkpoint is due, and which are kept for good. An interval of 0 is none.
 
-    Args:
-        every_n_steps: the interval in steps; 0: not by steps.
-        every_minutes: also this long after the last checkpoint; 0: not by the clock.
-        keep_every_n_steps: also at multiples of this, which are permanent; 0: none.
-
-    Attributes:
-        epoch_ends: further steps whose checkpoints are permanent.
+    Checkpoints at multiples of `keep_every_n_steps`, and of the steps `epoch_ends`, are permanent.
     """
 
     def __init__(self, every_n_steps: int, every_minutes: float = 0.0, keep_every_n_steps: int = 0) -> None:
@@ -46,23 +39,18 @@ class Intervals:
 
     def is_permanent(self, step: int) -> bool:
         """Return whether the checkpoint of `step` is never superseded."""
-        return step in self.epoch_ends or _is_multiple(step, self.keep_every_n_steps)
+        return step in self.epoch_ends or (self.keep_every_n_steps > 0 and step % self.keep_every_n_steps == 0)
 
     def is_due(self, step: int, agree: Callable[[bool], bool]) -> bool:
         """Return whether `step` is to be saved.
 
-        `agree` gets whether the minutes are over by this process's clock, and returns rank 0's answer on every rank. It
-        is a collective, so it is called seldom.
+        `agree` gets whether the minutes are over by this process's clock, and returns rank 0's answer. Collective.
         """
-        if self.is_permanent(step) or _is_multiple(step, self.every_n_steps):
+        if self.is_permanent(step) or (self.every_n_steps > 0 and step % self.every_n_steps == 0):
             return True
         if not self.every_minutes or step % _CLOCK_STEPS:
             return False
         return agree(time.monotonic() - self._began >= 60 * self.every_minutes)
-
-
-def _is_multiple(step: int, of: int) -> bool:
-    return of > 0 and step % of == 0
 
 
 class CheckpointTracker:
@@ -73,9 +61,8 @@ class CheckpointTracker:
         saved_step: of the newest checkpoint that is known to be on the disk, or None.
         best: the best validation so far, on the disk or requested; None: none yet.
         validated_step: the last step that has a validation result, or None.
-        validation_due: whether the step of the newest checkpoint was still to be validated when it was taken; set by
-            the code that takes it. A validation that is done later leaves a note in the checkpoint's folder. Without
-            the note, a run that continues from there begins with the validation.
+        validation_due: whether the step of the newest checkpoint was still to be validated when it was taken. A later
+            validation leaves a note in the checkpoint's folder; a run that continues without it begins with it.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -98,10 +85,7 @@ class CheckpointTracker:
         self.requested_step = self.saved_step = step
 
     def request(self, step: int, save: Callable[[Path], None], broadcast: Broadcast) -> bool:
-        """Have `save` request the checkpoint of `step` for a folder. Collective.
-
-        Returns whether it is saved or will be. Raises what `save` raises; the step then counts as not requested.
-        """
+        """Have `save` request the checkpoint of `step`; return whether it is saved or will be. Collective."""
         before, self.requested_step = self.requested_step, step
         try:
             save(self.writer.folder / folder_name(step))
@@ -166,9 +150,9 @@ class CheckpointTracker:
 
 
 def is_validation_due(state: dict[str, Any], path: Path, step: int) -> bool:
-    """Return whether the `step` of the checkpoint `path` must still be validated.
+    """Return whether the `step` of the checkpoint `path` must still be validated; `state` is what it holds of that.
 
-    If that was done after the checkpoint was taken, `state`, which is what it holds of validations, is made to say so.
+    If it was done after the checkpoint was taken, `state` is made to say so.
     """
     if not state["validation_due"]:
         return False

@@ -32,9 +32,9 @@ _JSON_INTS = range(-(2**63), 2**63)  # other programs read these; json.loads ref
 def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split `value` into (skeleton, tensors by name).
 
-    `value` is made of dict (str or int keys), OrderedDict, list, tuple, None, bool, int, float, str and tensors. These
-    may have any shape, device and strides. The tensors are returned detached, contiguous, on the CPU and named by their
-    path. One that occurs twice (tied weights) is there once. A `Parameter` counts as a plain tensor.
+    `value` is made of dict (str or int keys), OrderedDict, list, tuple, None, bool, int, float, str and tensors, which
+    are returned detached, contiguous, on the CPU and named by their path. One that occurs twice (tied weights) is there
+    once. A `Parameter` counts as a plain tensor.
 
     Raises TypeError with the path of a value, a dict key or a dtype that cannot be kept exactly.
     """

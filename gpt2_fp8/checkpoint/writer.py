@@ -35,11 +35,10 @@ class Writer:
         folder: holds the checkpoints and their pointers.
         keep: how many of the newest are kept (at least one), in addition to the best.
         is_permanent: says whether a step's checkpoint is kept for good; None: none is.
-        asynchronous: write in a thread, from a copy in host memory. Each copy overwrites the one before, so a
-            checkpoint waits for the one before it. The log says so once if it has to wait.
+        asynchronous: write in a thread, from a copy in host memory, which waits for the checkpoint before it.
 
-    A disk that does not take a checkpoint costs only that checkpoint: a warning and `outcome.failed_step`, however
-    often it happens. A process that leaves without `close` may lose the newest checkpoint, but no older one.
+    A disk that does not take a checkpoint costs only that checkpoint: a warning and `outcome.failed_step`. A process
+    that leaves without `close` may lose the newest checkpoint, but no older one.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class Writer:
     def begin(self, saved_step: int | None, best: Pointer | None) -> None:
         """Make the folder, tidy it, and trust its `best.json` before the `best` of a checkpoint, which may be older.
 
-        `saved_step` is that of the folder's checkpoint from which the run continues, or None. Raises UserError if
-        nothing can be written there.
+        `saved_step`: of the folder's checkpoint from which the run continues. Raises UserError if it cannot be written.
         """
         self.wait()
         self._is_failing = False
@@ -73,10 +71,7 @@ class Writer:
             raise UserError.of(f"{self.folder} cannot be written: {error.strerror or error}") from None
 
     def _reconcile_best(self, best: Pointer | None) -> Pointer | None:
-        """Return what `best.json` says, or else the best of `best` and the notes beside the checkpoints.
-
-        In the latter case the file is written again. None: no whole checkpoint is left of them. Raises OSError.
-        """
+        """Return what `best.json` says, or else, writing it again, the best of `best` and the checkpoints' notes."""
         named, known = pointers.read(self.folder, "best"), [best]
         if named and files.is_checkpoint(self.folder / named.checkpoint):
             return named
@@ -90,18 +85,12 @@ class Writer:
         return found
 
     def prepare(self, state: Any) -> None:
-        """Have host memory locked for copies of what is on a GPU; returns at once. `state` is nearly all of that.
-
-        Without it a `save` is slower. Do not call it while a CUDA graph is being recorded.
-        """
+        """Have host memory locked for copies of a state like this one, as `Pinned.reserve` does; returns at once."""
         if self.asynchronous:
             self._snapshots.prepare(state)
 
     def save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
-        """Write `checkpoint` as the folder that `pointer` names, and let `last` name it.
-
-        The caller may change it as soon as this returns. Raises what an earlier job raised (`wait`).
-        """
+        """Write `checkpoint`, which may change once this returns, as `pointer` says, and let `last` name it."""
         if self.asynchronous:
             if not self._said_slow and any(not job.done() for job in self._jobs):
                 log.warning("step %d waits for the checkpoint before it: the disk is slower than the interval",
@@ -137,10 +126,7 @@ class Writer:
             self._jobs.pop(0).result()
 
     def close(self) -> None:
-        """Finish everything, end the thread, and release locked memory. A later `save` starts another thread.
-
-        Raises what a job raised.
-        """
+        """Finish everything, end the thread, and release locked memory. Raises what a job raised."""
         try:
             self.wait()
         finally:

@@ -1,7 +1,6 @@
-"""FlashAttention 4's backward without its forward. Holds for `flash-attn-4==4.0.0b36`.
+"""FlashAttention 4's backward without its forward, of which it has no public one. Holds for `flash-attn-4==4.0.0b36`.
 
-Its public functions are one autograd function for both. The name `flash_attn` also belongs to FlashAttention 2, which
-has no module `cute`.
+The name `flash_attn` also belongs to FlashAttention 2, which has no module `cute`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ NOT_INSTALLED = "flash-attn-4 is not installed"
 def flash_backward() -> Callable[..., Any] | None:
     """Return the backward; None if `why_no_flash` gives a reason.
 
-    q, k, v, out, dout and the results dq, dk, dv: bfloat16 [batch, tokens, heads, head size]. lse: float32 [batch,
-    heads, tokens], the natural logarithm of each row's sum of exponentials.
+    Its tensors are bfloat16 [batch, tokens, heads, head size], and lse, as of `cudnn_attention`, float32 [batch, heads,
+    tokens].
     """
     return None if why_no_flash() else _imported()
 

@@ -1,8 +1,4 @@
-"""What is private in Hydra, and yet used. Holds for `hydra-core>=1.3.8,<1.4`.
-
-Each function says why the public interface is not enough. `tests/compat/test_hydra_private.py` holds what is believed
-of each one. Imports no torch.
-"""
+"""What is private in Hydra, and yet used. Holds for `hydra-core>=1.3.8,<1.4`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,45 +15,30 @@ from hydra.core.override_parser.types import Override
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """Return the parser of Hydra's own flags.
-
-    `hydra.main` makes it inside, and answers a wrong flag with exit code 2 and a page of usage.
-    """
+    """Return the parser of Hydra's own flags, which `hydra.main` makes inside."""
     return get_args_parser()
 
 
 def given_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of `flag_parser` that a command line sets: argparse's name, and how it is typed (`-h/--help`).
-
-    argparse has no list of a parser's flags.
-    """
+    """Return the flags of `flag_parser` that a line sets, by argparse's name, as they are typed (`-h/--help`)."""
     flags = [action for action in parser._actions if action.option_strings]
     given = [flag for flag in flags if getattr(args, flag.dest, None) not in (None, False)]
     return {flag.dest: "/".join(flag.option_strings) for flag in given}
 
 
 def job_words(overrides: list[Override]) -> list[list[str]]:
-    """List the words of each job of a sweep, in the order in which Hydra's basic sweeper runs them.
-
-    The sweeper does this in `sweep`, which also launches the jobs. Raises HydraException for an interval.
-    """
+    """List the words of each job of a sweep, in the order of Hydra's basic sweeper. Raises HydraException."""
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return jobs
 
 
 def group_options(loader: ConfigLoader, group: str, kind: ObjectType | None) -> list[str]:
-    """List the options of a group, without `hydra.searchpath`.
-
-    The loader's own `get_group_options` copies all that it knows first, which takes six times as long.
-    """
+    """List the options of a group. The loader's own `get_group_options` takes six times as long."""
     return cast(ConfigLoaderImpl, loader).repository.get_group_options(group, kind)
 
 
 def search_in(loader: ConfigLoader, folder: Path) -> None:
-    """Search a folder for configurations after all others, as `hydra.main` does with `-cd FOLDER`.
-
-    `hydra.compose` has no such argument, and in `hydra.searchpath` no primary configuration is looked for.
-    """
+    """Search a folder for configurations after all others, as `hydra.main` does with `-cd`, and `compose` does not."""
     private = cast(ConfigLoaderImpl, loader)
     private.config_search_path.prepend("command-line", f"file://{folder}", "schema")
     private.repository.initialize_sources(private.config_search_path)

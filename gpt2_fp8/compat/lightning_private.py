@@ -15,15 +15,13 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 _WARNINGS: dict[str, type[Warning]] = {
-    # Our loader is sized, reads in its own worker processes, and its position is in the data module's state. Lightning
-    # cannot see any of the three.
+    # Our loader is sized, reads in its own processes, and its position is in the data module's state.
     ".*does not have many workers.*": PossibleUserWarning,
     "Your `IterableDataset` has `__len__` defined.*": UserWarning,
     ".*your dataloader is not resumable.*": UserWarning,
     # The last step of a run is always logged.
     "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
     ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
-    # What else is on the machine says nothing about what was asked for. Under `srun` the ranks are its own.
     "The `srun` command is available on your system but is not used.*": PossibleUserWarning,
     "GPU available but not used.*": PossibleUserWarning,  # trainer=cpu
     ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
@@ -37,10 +35,8 @@ def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     """Change a fit loop's saved state so that resuming begins with the whole validation of the saved step.
 
     Lightning 2.6 believes of a checkpoint from `on_train_batch_end`, or from the middle of a validation, that its
-    validation is done. It trains on: `_TrainingEpochLoop.advance` fast-forwards the counters.
-
-    Only one state makes it validate first: "in the middle of the evaluation" (`_EvaluationLoop.update_restart_stage`)
-    after a finished training batch (`_TrainingEpochLoop.update_restart_stage`). So the counters are made to say this.
+    validation is done. Only one state makes it validate first: "in the middle of the evaluation" after a finished
+    training batch (`update_restart_stage` of both loops). So the counters are made to say this.
     """
     trained = fit_loop["epoch_loop.batch_progress"]
     for count in (trained["total"], trained["current"]):
@@ -58,19 +54,12 @@ def limit_steps(trainer: Any, max_steps: int) -> None:
 
 
 def leave_signals_alone(trainer: Any) -> None:
-    """Have a Trainer of several ranks not ask rank 0 before each step whether a SIGTERM came.
-
-    It reads the answer from the GPU, which then has nothing to do until the next step is launched.
-    """
+    """Have a Trainer of several ranks not ask rank 0 before each step, by way of the GPU, whether a SIGTERM came."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def hooks_into_backward(trainer: Any) -> bool:
-    """Return whether a callback of a Trainer, or its module, has a hook around a backward.
-
-    A step's backward may run before Lightning has counted the step before it. `LambdaCallback` has its hooks in the
-    instance.
-    """
+    """Return whether a callback of a Trainer, or its module, has a hook around a backward, as `LambdaCallback` may."""
     names = "on_before_backward", "on_after_backward"
     hooks = [getattr(it, name) for it in (*trainer.callbacks, trainer.lightning_module) for name in names]
     own = {getattr(base, name) for base in (pl.Callback, pl.LightningModule) for name in names}
@@ -102,8 +91,7 @@ def uncount_step(trainer: Any) -> None:
 def set_back_to_last_step(trainer: Any) -> None:
     """Between two steps, set the counters back to the last hook of the step, or of its validation.
 
-    They have moved since: to a step that is complete, and perhaps to the next one, ready or started. They decide
-    whether a resumed run validates.
+    They have moved since, perhaps to the next step, and decide whether a resumed run validates.
     """
     loop = trainer.fit_loop.epoch_loop
     counts = (loop.batch_progress.total, loop.batch_progress.current)
@@ -122,30 +110,23 @@ def set_back_to_last_step(trainer: Any) -> None:
 
 
 def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float], logger: bool) -> None:
-    """Have a module log metrics, for callbacks and progress bars, as tensors on the CPU.
+    """Have a module log metrics as tensors on the CPU. `logger`: also for the loggers.
 
-    `log` puts a float on the module's device. After each batch Lightning reads what a progress bar may show, until
-    there is a newer value: the host would wait for the GPU in every step. `logger`: also for the loggers.
+    `log` puts a float on the module's device, and a progress bar would wait for the GPU in every step.
     """
     for name, value in metrics.items():
         module.log(name, torch.tensor(value), prog_bar=True, logger=logger)
 
 
 def log_last_step(trainer: pl.Trainer) -> None:
-    """Send the metrics of the step that has just ended to the loggers.
-
-    Lightning does so after `on_train_batch_end`. An exception in that hook skips it, and a resumed run will not do it.
-    """
+    """Send a step's metrics to the loggers, as Lightning does after `on_train_batch_end` unless that has raised."""
     connector = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
 
 
 def return_only(trainer: pl.Trainer, name: str) -> None:
-    """Have `Trainer.validate` return the metric `name` without handing it to the loggers.
-
-    It returns what it logs, and logs it with an epoch, at a step that may be one less than the steps done.
-    """
+    """Have `Trainer.validate` return the metric `name` without logging it: its step may be one too few."""
     connector = trainer._logger_connector
     log = type(connector).log_eval_end_metrics
 
@@ -156,10 +137,7 @@ def return_only(trainer: pl.Trainer, name: str) -> None:
 
 
 def detach_logging(trainer: pl.Trainer) -> None:
-    """Remove the module's `log` and `log_dict` from the callbacks.
-
-    `fit` sets them there as attributes. Callbacks that outlive the module would keep it, and its weights, in memory.
-    """
+    """Remove the module's `log` and `log_dict` from the callbacks, which would keep it, and its weights, in memory."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for method in ("log", "log_dict"):

@@ -12,22 +12,12 @@ from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
-
-def copy_all(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """Copy each tensor of `of` into its counterpart in `to`: one or two launches for hundreds of tensors."""
-    torch._foreach_copy_(list(to), list(of))
-
-
-def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide each tensor in place, with one or two launches for all of them."""
-    torch._foreach_div_(list(tensors), divisor)
+# One or two launches for hundreds of tensors: lists of equal length; a list and a number.
+copy_all, divide_all = torch._foreach_copy_, torch._foreach_div_
 
 
 def all_reduce_together(tensors: Sequence[Tensor], op: Any) -> None:
-    """All-reduce tensors of one dtype in place, as one collective of the default group. Collective.
-
-    Its public form, `distributed.all_reduce_coalesced`, warns that it will go.
-    """
+    """All-reduce tensors of one dtype in place, together. The public `all_reduce_coalesced` warns that it will go."""
     with distributed_c10d._coalescing_manager(async_ops=True) as work:
         for tensor in tensors:
             distributed_c10d.all_reduce(tensor, op=op)
@@ -48,30 +38,20 @@ def agent_waits(seconds: int) -> dict[str, Any]:
     return {}
 
 
-def _public_stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-# The address of a device's current stream without a Stream object, which costs more than a launch. Triton and Inductor
-# use the same function. A torch without CUDA does not have it.
-current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+# The address of a device's current stream without a Stream object, which costs more than a launch. A torch without CUDA
+# does not have it.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles. Inductor itself starts them in the middle of the first compile.
-
-    Raises what another version of torch raises if they are started in another way.
-    """
+    """Start the processes in which Inductor compiles. It would start them in the middle of the first compile."""
     from torch._inductor.async_compile import AsyncCompile  # its import may start them
 
     AsyncCompile.warm_pool()
 
 
 def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1.
-
-    It is the protocol between `torch.amp.GradScaler` and the fused optimizers. The scaler would also scale the loss.
-    """
+    """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 
 
@@ -81,15 +61,12 @@ def skips_where(optimizer: Optimizer) -> Tensor | None:
 
 
 def skip_on_host(optimizer: Optimizer) -> None:
-    """Have an optimizer that does not look at `found_inf` skip its steps by it. The host waits for the device then.
-
-    `_step_supports_amp_scaling` is how torch's fused optimizers say that they look. A scheduler wants a bound method.
-    """
+    """Have an optimizer that does not look at `found_inf` skip its steps by it. The host waits for the device then."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return
     step = optimizer.step
 
-    def guarded(self: Optimizer, closure: Any = None) -> Any:
+    def guarded(self: Optimizer, closure: Any = None) -> Any:  # bound, as a scheduler wants it
         found = vars(self).pop("found_inf", None)  # torch's own refuse to step while they have it
         if found is not None and found.item():
             return None if closure is None else closure()
@@ -107,16 +84,15 @@ MARK = "spin_kernel"
 
 
 def mark_on_gpu() -> None:
-    """Queue a kernel of some clock cycles whose name has `MARK` in it: a place in a profile that no training has."""
+    """Queue a kernel whose name has `MARK` in it: a place in a profile that no training has."""
     torch.cuda._sleep(1)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute causal attention by cuDNN, without a gradient.
+    """Compute causal attention by cuDNN, without a gradient. q, k, v: [batch, heads, tokens, head size], bfloat16.
 
-    q, k, v: [batch, heads, tokens, head size], bfloat16 on CUDA. Returns a tensor like q, and for each row the natural
-    logarithm of its sum of exponentials, float32 [batch, heads, tokens, 1]. Another kernel's backward needs the latter,
-    and the public `scaled_dot_product_attention` does not return it.
+    Returns a tensor like q, and what the public function does not: of each row the natural logarithm of its sum of
+    exponentials, float32 [batch, heads, tokens, 1].
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
@@ -127,8 +103,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, shared: bool, mask: Tensor | None = None) -> int:
     """Return which kernel `scaled_dot_product_attention` would choose: a value of `torch.nn.attention.SDPBackend`.
 
-    q, k, v: [batch, heads, tokens, head size]; causal by itself or by `mask`. `shared`: keys serve several heads of
-    queries.
+    It is causal by itself or by `mask`. `shared`: keys serve several heads of queries.
     """
     return torch._fused_sdp_choice(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared
@@ -142,9 +117,6 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1.
-
-    `torch.optim.Muon` cannot leave an update out without the host. Its iteration has no public name.
-    """
+    """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1."""
     coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
     return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, muon.EPS)

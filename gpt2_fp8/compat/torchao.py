@@ -1,7 +1,6 @@
-"""torchao's float8 product of a weight that another module owns.
+"""torchao's float8 product of a weight that another module owns. Holds for `torchao>=0.18,<0.19`.
 
-Holds for `torchao>=0.18,<0.19`. Its public way replaces `nn.Linear` by a module of its own, whose class and function
-are private. Parameters here have names that no `nn.Linear` has, and move between all families of layers.
+Its public way replaces `nn.Linear` by a module of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Transformer Engine's state of delayed scaling, which is private. Holds for `transformer-engine>=2.20.2,<2.22`.
 
 Its public way to save it, `get_extra_state`, is a pickle that it refuses to load since 2.18 (TransformerEngine#3123).
-Importing this module needs nothing. Its functions import Transformer Engine only if it is already in use.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from torch import nn
 def scaling_state(module: nn.Module, direction: str) -> Any | None:
     """Return a layer's state of delayed scaling: `scale` [n] and `amax_history` [length, n], both float32.
 
-    `direction` is "scaling_fwd" or "scaling_bwd". None: the layer has no FP8, has not run in it yet, or its recipe
-    keeps no state.
+    `direction` is "scaling_fwd" or "scaling_bwd". None: there is none, or none yet.
     """
     state = getattr(module, "fp8_meta", {}).get(direction)
     return state if hasattr(state, "amax_history") else None
 
 
 def allocate_scaling(module: Any, products: int, region: AbstractContextManager[Any]) -> None:
-    """Make a layer's state now, as its first FP8 forward would, if it has none. Call it inside `te.autocast`.
+    """Make a layer's state of so many GEMMs now, as its first FP8 forward would, if it has none.
 
-    `products`: how many GEMMs it computes. `region`: the context that its forward enters within the outer region.
+    Call it inside `te.autocast`. `region`: the context that the forward enters within the outer region.
     """
     if "scaling_fwd" not in module.fp8_meta:
         with region:
@@ -42,10 +40,9 @@ def entered_recipe() -> Any | None:
 
 
 def split_along_dim() -> Any:
-    """Return the autograd function that splits a packed tensor, and whose backward does not copy.
+    """Return the autograd function that splits a packed tensor: `apply(tensor, dim, sizes)`.
 
-    `apply(tensor, dim, sizes)` returns the parts. torch's views copy in the backward (14 ms of a 186 ms step), and so
-    does the public `qkv_layer=` argument.
+    The backward of torch's views copies (14 ms of a 186 ms step), and so does that of the public `qkv_layer=`.
     """
     from transformer_engine.pytorch.utils import SplitAlongDim
 
@@ -62,8 +59,7 @@ def apply_rotary() -> Any:
 def computed_twice() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a forward and of the same forward again in its backward, for torch's `checkpoint`.
 
-    The first has each layer keep its scales and amaxes. The second has it take them back, compute, and put the newer
-    ones in place again. It sets the region that was entered at the first, since a backward runs outside of it.
+    The first has each layer keep its scales and amaxes, the second compute with these, in the region of the first.
     """
     from transformer_engine.pytorch.distributed import activation_recompute_forward as phase
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -97,8 +93,8 @@ def unfinished_passes() -> Callable[[], None]:
     """Return a function that forgets the forwards from here on whose backward never comes.
 
     Call both outside of regions. If a layer is computed again in the backward, the scales of each forward wait in a
-    queue. With one too many, every later backward would take another forward's scales. Such a backward also sets the
-    region itself, and an error leaves it set: bf16 layers would then compute in FP8.
+    queue: with one too many, every later backward would take another forward's. An error in such a backward leaves its
+    region set: bf16 layers would then compute in FP8.
     """
     if "transformer_engine.pytorch" not in sys.modules:
         return lambda: None

@@ -140,7 +140,7 @@ def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]
     from joblib import cpu_count  # it knows a container's share too
 
     on_cpu = OmegaConf.select(config, "trainer.accelerator", throw_on_missing=False) == "cpu"
-    cpus, gpus = int(cpu_count()), [] if on_cpu else gpu_locks.visible()
+    cpus, gpus = int(cpu_count()), [] if on_cpu else gpu_locks.list_gpus()
     asked = int(config.hydra.launcher.n_jobs)
     at_once = asked if asked > 0 else len(gpus) or cpus
     at_once = max(1, min(at_once, at_once if words is None else len(words)))
@@ -157,7 +157,7 @@ def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]
 
 
 def _pass_on(folder: Path) -> None:
-    while (signum := signals.received()) is None:
+    while (signum := signals.get_received()) is None:
         time.sleep(LOOK_SECONDS)
     with suppress(OSError):
         (folder / STOP).write_text(str(signum if signum == signal.SIGINT else int(signal.SIGTERM)))

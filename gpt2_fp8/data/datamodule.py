@@ -41,10 +41,7 @@ PADDING = -1  # the id of every token of a row that only fills up a validation b
 class Steps(IterableDataset[dict[str, Any]]):
     """The remaining steps of a run. `len` is of the whole run, since Lightning continues its count after a resume.
 
-    Args:
-        start: called when iteration starts; returns the number of steps done, and the batches from there on.
-        max_steps: the step after which the run ends.
-        overfit_batches: repeat the first N batches without end (then `start` gives the very first ones); 0: off.
+    `start` returns the number of steps done, and the batches from there on: with `overfit_batches` the very first ones.
     """
 
     def __init__(self, start: Callable[[], tuple[int, Batches]], max_steps: int, overfit_batches: int):
@@ -75,10 +72,9 @@ class Steps(IterableDataset[dict[str, Any]]):
 
 
 class Validation(IterableDataset[dict[str, Any]]):
-    """One rank's rows of the validation sequences of each source, uint16 or uint32 [n, n_positions + 1].
+    """One rank's rows of the validation sequences of each source. An item is of one source.
 
-    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences. An
-    item is of one source. The only source of a run has the name "".
+    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences.
     """
 
     def __init__(self, sources: dict[str, Tokens], micro_batch_size: int):
@@ -102,10 +98,9 @@ class Validation(IterableDataset[dict[str, Any]]):
 
 
 class TokenDataModule(LightningDataModule):
-    """Batches of token ids from the text that `config` names.
+    """Batches of token ids from the text that `config`, a `data` group, names.
 
     Args:
-        config: the `data` group.
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
         n_positions, global_batch_size, overfit_batches, plugins: as of `TokenStream`.
@@ -164,10 +159,7 @@ class TokenDataModule(LightningDataModule):
         return self._steps.wait_seconds
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the units, read as much as shows that there is text to train on, and the validation sequences.
-
-        Raises what `TokenStream` and `load_state_dict` do.
-        """
+        """Find the text, and read its validation sequences. Raises what `TokenStream` and `load_state_dict` do."""
         if self.text is not None:
             return
         self.text = TokenStream(
@@ -184,15 +176,12 @@ class TokenDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Any]] | list[Any]:
         """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
 
-        Those of a mixture have a "source" too, the place of their only source in `val_sources`.
-        Every rank has as many items of the same shape; rows of -1 (`PADDING`) fill up where sequences lack.
-        Empty where data.val_sequences is 0.
+        Those of a mixture have a "source" too, its place in `val_sources`. None if data.val_sequences is 0.
         """
         if not self._found.val:
             return []
         rows = Validation(self._found.val, self.micro_batch_size)
-        # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
-        # done once more.
+        # A loader draws a number from its generator for every pass, and a validation that a signal ends is repeated.
         return DataLoader(
             rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available(), generator=torch.Generator("cpu")
         )
@@ -214,10 +203,7 @@ class TokenDataModule(LightningDataModule):
         }
 
     def begin(self, step: int) -> None:
-        """Begin a `fit` that has finished `step` steps. With 0 it is a new run, whatever an earlier `fit` has read.
-
-        Raises UserError if training has come to another step than this text.
-        """
+        """Begin a `fit` that has finished `step` steps; 0: a new run. Raises UserError if the text stands elsewhere."""
         progress = self._found.progress
         if step == 0 and progress.step:
             progress.begin()

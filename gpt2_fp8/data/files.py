@@ -46,11 +46,10 @@ _HEAD_BYTES = 4096  # that show whether a file is what its name says
 def find_files(
     train: list[str], val: list[str], kinds: tuple[str, ...], check: Callable[[Path], None]
 ) -> tuple[list[Path], list[Path]]:
-    """Return the files to train on and those to validate with, each once, without empty ones (which are logged).
+    """Return the files to train on and those to validate with, each once, without empty ones.
 
-    Without any to train on, which no run may have, an evaluation looks at the others in their place. `kinds` are the
-    endings of their names. Raises UserError with everything that is wrong with patterns, names and files, of which
-    `check` raises UserError or OSError.
+    Without any to train on, as in an evaluation, the others take their place. `kinds` are the endings of their names.
+    Raises UserError with everything that is wrong with patterns, names and, by `check`, with files.
     """
     problems: list[Problem] = []
     if not train and not val:
@@ -98,8 +97,8 @@ def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
 class FilesSource:
     """Files of text by path or glob (`**` enters folders). A name's ending gives the format (see `formats`).
 
-    Without `val_files`, `val_fraction` is held out. Of a .txt that is its tail. Of the others it is the documents whose
-    hash falls into the fraction. Exact copies are then on the same side, in any order of the files.
+    Without `val_files`, `val_fraction` is held out: of a .txt its tail, of others the documents whose hash falls into
+    the fraction. Exact copies are then on the same side.
     """
 
     train_files: list[str]
@@ -109,10 +108,7 @@ class FilesSource:
     waits: tuple[float, ...] = LOCAL_WAITS
 
     def corpus(self) -> Corpus:
-        """Return the units of all files, in the order of the patterns and of the sorted names within each.
-
-        Raises UserError: every pattern without a match, every file of an unknown kind or without text.
-        """
+        """Return the units of all files, in the order of the patterns and of the sorted names within each."""
         train, val = find_files(self.train_files, self.val_files, formats.ENDINGS, self._check)
         about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
         if val or self.val_fraction == 0:
@@ -142,7 +138,7 @@ class FilesSource:
 # ---- token ids -------------------------------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class Layout(NamedTuple):
     """Where a file's ids are, and of which dtype they are on disk."""
 
     dtype: np.dtype[np.unsignedinteger]
@@ -152,10 +148,7 @@ class Form(NamedTuple):
 
 @dataclass
 class TokenFilesSource:
-    """Files of ids by path or glob. A unit is a range of a file, and its ids stay in order.
-
-    `headerless`: the dtype of the ids of files without a header, `uint16` or `uint32`.
-    """
+    """Files of ids by path or glob. A unit is a range of a file. `headerless`: the ids' dtype without a header."""
 
     train_files: list[str]
     val_files: list[str]
@@ -163,10 +156,7 @@ class TokenFilesSource:
     waits: tuple[float, ...] = LOCAL_WAITS
 
     def corpus(self) -> Corpus:
-        """Return the units of all files, in the order of the patterns and of the sorted names within each.
-
-        Raises UserError: every pattern without a match, and every file that is none of token ids.
-        """
+        """Return the units of all files, in the order of the patterns and of the sorted names within each."""
         train, val = find_files(self.train_files, self.val_files, (".bin",), self._check)
         about: dict[str, str | int] = {"kind": "token_files", "files": len(train) + len(val)}
         whole = [[unit for path in paths for unit in self._cut_units(path)] for paths in (train, val)]
@@ -175,13 +165,13 @@ class TokenFilesSource:
     def read_ids(self, unit: Unit, vocab_size: int) -> Tokens:
         """Return the unit's ids, [n], in the dtype of the vocabulary. Raises UserError for an id outside of it."""
         path = Path(unit.path)
-        form = read_form(path, self.headerless)
-        wanted = (unit.stop - unit.start) // form.dtype.itemsize
-        ids = np.fromfile(path, form.dtype, wanted, offset=unit.start)
+        layout = read_layout(path, self.headerless)
+        wanted = (unit.stop - unit.start) // layout.dtype.itemsize
+        ids = np.fromfile(path, layout.dtype, wanted, offset=unit.start)
         if len(ids) < wanted:
             raise UserError.of(f"{path} has become shorter: {printable(unit.name)} is not all there")
         if len(odd := np.flatnonzero(ids >= vocab_size)):
-            at = (unit.start - form.start) // form.dtype.itemsize + int(odd[0])
+            at = (unit.start - layout.start) // layout.dtype.itemsize + int(odd[0])
             raise UserError.of(
                 f"{path}: the id at place {at:,}, counted from 0, is {ids[odd[0]]:,}, and data.tokenizer has "
                 f"{vocab_size:,} ids",
@@ -191,76 +181,54 @@ class TokenFilesSource:
 
     def count(self, unit: Unit) -> int:
         """Return how many ids the unit has."""
-        return (unit.stop - unit.start) // read_form(Path(unit.path), self.headerless).dtype.itemsize
+        return (unit.stop - unit.start) // read_layout(Path(unit.path), self.headerless).dtype.itemsize
 
     def _cut_units(self, path: Path) -> list[Unit]:
         """Cut a file into ranges of about `UNIT_IDS` ids."""
-        form = read_form(path, self.headerless)
-        step = UNIT_IDS * form.dtype.itemsize
-        cuts = [form.start, *range(form.start + step, form.size - step // 2, step), form.size]
-        about, kind = TextFile.local(path).version, form.dtype.name
-        return [Unit(f"{path.name} {form.size} {kind} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
+        layout = read_layout(path, self.headerless)
+        step = UNIT_IDS * layout.dtype.itemsize
+        cuts = [layout.start, *range(layout.start + step, layout.size - step // 2, step), layout.size]
+        about, kind = TextFile.local(path).version, layout.dtype.name
+        return [Unit(f"{path.name} {layout.size} {kind} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
     def _check(self, path: Path) -> None:
         """Look at a file's size and its first bytes: 16 bits may be half of an id."""
-        form = read_form(path, self.headerless)
+        layout = read_layout(path, self.headerless)
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
         for bits in (64, 32):
             ids = np.frombuffer(head[: len(head) // 8 * 8], f"<u{bits // 8}")
-            if form.start or 8 * form.dtype.itemsize >= bits or len(ids) < 8:
+            if layout.start or 8 * layout.dtype.itemsize >= bits or len(ids) < 8:
                 continue
             if ids.max() < 3 << 16 and len(np.unique(ids % 65536)) > 3:
-                raise UserError.of(f"{path} has ids of {bits} bits, not {form.dtype.name}: see data.headerless")
+                raise UserError.of(f"{path} has ids of {bits} bits, not {layout.dtype.name}: see data.headerless")
 
 
-def read_form(path: Path, headerless: str) -> Form:
-    """Read a file's header. `headerless`: the dtype of its ids if it has none.
-
-    Raises UserError for a header that does not fit the file, and OSError.
-    """
+def read_layout(path: Path, headerless: str) -> Layout:
+    """Read a file's header. `headerless`: the dtype of its ids if it has none. Raises UserError if it does not fit."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
     magic, version, count = struct.unpack("<3i", head.ljust(12, b"\0"))
     if magic not in _KINDS:
-        form = Form(np.dtype(headerless).newbyteorder("<"), 0, size)
-        if size % form.dtype.itemsize:
+        layout = Layout(np.dtype(headerless).newbyteorder("<"), 0, size)
+        if size % layout.dtype.itemsize:
             raise UserError.of(f"{path} has {size:,} bytes, which are no whole number of {headerless} ids")
-        return form
+        return layout
     known, name = _KINDS[magic]
     if version != known:
         raise UserError.of(f"{path} has the magic number {magic} with version {version}, which is unknown")
-    form = Form(np.dtype(name).newbyteorder("<"), HEADER_BYTES, size)
+    layout = Layout(np.dtype(name).newbyteorder("<"), HEADER_BYTES, size)
     there = max(0, size - HEADER_BYTES)
-    if count < 1 or there != count * form.dtype.itemsize:
+    if count < 1 or there != count * layout.dtype.itemsize:
         raise UserError.of(f"{path} has a header of {count:,} {name} ids, and {there:,} bytes after it")
-    return form
+    return layout
 
 
 # ---- Python's library ------------------------------------------------------------------------------------------------
 
 # Pure-Python modules that are in all of CPython 3.11 to 3.14, also in Debian's split packages.
-TRAIN_MODULES = """
-_collections_abc.py _pydecimal.py _pyio.py _strptime.py _weakrefset.py abc.py argparse.py ast.py
-asyncio/base_events.py asyncio/events.py asyncio/futures.py asyncio/locks.py asyncio/queues.py
-asyncio/selector_events.py asyncio/sslproto.py asyncio/streams.py asyncio/subprocess.py asyncio/tasks.py
-asyncio/unix_events.py base64.py bdb.py bz2.py calendar.py cmd.py code.py codecs.py collections/__init__.py
-compileall.py concurrent/futures/_base.py concurrent/futures/process.py concurrent/futures/thread.py configparser.py
-contextlib.py copy.py csv.py dataclasses.py dis.py doctest.py email/_header_value_parser.py email/charset.py
-email/generator.py email/header.py email/headerregistry.py email/message.py email/utils.py enum.py filecmp.py
-fileinput.py fractions.py ftplib.py functools.py getopt.py gettext.py glob.py graphlib.py gzip.py hmac.py
-html/parser.py http/client.py http/cookiejar.py http/cookies.py http/server.py imaplib.py importlib/_bootstrap.py
-importlib/_bootstrap_external.py inspect.py ipaddress.py json/decoder.py json/encoder.py locale.py
-logging/__init__.py logging/config.py logging/handlers.py lzma.py mimetypes.py modulefinder.py
-multiprocessing/connection.py multiprocessing/managers.py multiprocessing/pool.py multiprocessing/queues.py netrc.py
-ntpath.py numbers.py operator.py optparse.py os.py pdb.py pickle.py pickletools.py pkgutil.py platform.py
-plistlib.py poplib.py posixpath.py pprint.py pstats.py pyclbr.py pydoc.py queue.py random.py reprlib.py runpy.py
-sched.py selectors.py shelve.py shlex.py shutil.py smtplib.py socket.py socketserver.py ssl.py subprocess.py
-symtable.py tempfile.py threading.py timeit.py tokenize.py trace.py traceback.py tracemalloc.py types.py typing.py
-unittest/case.py unittest/mock.py urllib/parse.py urllib/request.py uuid.py wave.py weakref.py webbrowser.py
-xml/dom/minidom.py xmlrpc/client.py zipimport.py zoneinfo/_zoneinfo.py
-""".split()  # noqa: SIM905  # a list of strings would be four screens long
+TRAIN_MODULES = Path(__file__).with_name("stdlib_modules.txt").read_text().split()
 VAL_MODULES = ["bisect.py", "difflib.py", "heapq.py", "mailbox.py", "statistics.py", "tarfile.py", "textwrap.py"]
 
 

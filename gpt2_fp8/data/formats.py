@@ -50,17 +50,12 @@ class TextFile:
         return UserError.of(f"{printable(self.name)} has no text column {column!r}", fix)
 
 
-def ending(path: str | Path) -> str | None:
-    """Return which of `ENDINGS` the name has; None for another one."""
-    return next((e for e in ENDINGS if str(path).lower().endswith(e)), None)
-
-
 def cut_units(path: Path) -> list[Unit]:
     """Cut the whole file into units."""
-    kind, size = ending(path), path.stat().st_size
+    kind, size = path.suffix.lower(), path.stat().st_size
     if kind == ".parquet":
         cuts = list(range(read_footer(TextFile.local(path)).num_row_groups + 1))
-    elif kind == ".jsonl.zst":
+    elif kind == ".zst":
         cuts = [0, size]
     else:
         with path.open("rb") as file:
@@ -70,14 +65,14 @@ def cut_units(path: Path) -> list[Unit]:
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
     # " marks": once, byte order marks were part of such text, and caches have it
-    about = TextFile.local(path).version + (" marks" if kind == ".jsonl.zst" else "")
+    about = TextFile.local(path).version + (" marks" if kind == ".zst" else "")
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
 
 def cut_held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
-    """Return the units to train on and those to validate with. `fraction` of the file is for the latter."""
+    """Return the units to train on and those to validate with, which have `fraction` of the file."""
     whole = cut_units(path)
-    if ending(path) != ".txt":
+    if path.suffix.lower() != ".txt":
         train, val = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
         return train, val
     size = path.stat().st_size
@@ -111,11 +106,10 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
 def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
     """Return the documents of a unit: bytes, str, or what a file has in their place.
 
-    Raises UserError if the file is damaged or has no text under `column`. Raises OSError if the system cannot read it,
-    which may pass.
+    Raises UserError if the file is damaged or has no text under `column`; OSError, which may pass, if it is not read.
     """
     with content_errors(unit.path):
-        file, kind = TextFile.local(unit.path), ending(unit.path)
+        file, kind = TextFile.local(unit.path), Path(unit.path).suffix.lower()
         if kind not in (".txt", ".jsonl"):
             yield from read_file(file, range(unit.start, unit.stop), column, counts)
             return
@@ -131,10 +125,7 @@ def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[objec
 def read_file(
     file: TextFile, groups: range, column: str, counts: DocumentCounts, most: int | None = None
 ) -> Iterator[object]:
-    """Return the documents of some row groups of a parquet file, or of any other file `most` (None: all) of its lines.
-
-    Raises UserError if it has no text under `column`.
-    """
+    """Return the documents of row groups of a parquet file, or of `most` (None: all) lines of any other file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -193,10 +184,7 @@ def unreadable(path: str | Path, error: Exception) -> UserError:
 def read_json(
     rows: Iterable[bytes | dict[str, object] | None], column: str, counts: DocumentCounts, file: TextFile
 ) -> Iterator[object]:
-    """Return the value of `column` in each object, or line that has one. What is no object counts as broken.
-
-    Raises UserError at the end if there are objects, and the value of none was text or null.
-    """
+    """Return the value of `column` in each object, or line that has one. Raises UserError if none was text or null."""
     first: dict[str, object] | None = None
     fits = False
     for row in rows:
@@ -247,10 +235,7 @@ def check_schema(schema: Any, file: TextFile, column: str) -> None:
 
 
 def as_documents(column: Any) -> list[bytes | None]:
-    """Return the values of an Arrow column of text, as bytes.
-
-    Arrow checks UTF-8 only when it makes a str, and then it raises.
-    """
+    """Return the values of an Arrow column of text, as bytes: Arrow raises for a str that is no UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):

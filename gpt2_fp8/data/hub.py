@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.compat import hub as client
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
@@ -37,7 +36,7 @@ BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read no
 
 @dataclass(frozen=True)
 class Listing:
-    """The commit of a revision, and for each split its files and their number of shards."""
+    """The commit of a revision, and for each split its files and their number of units."""
 
     commit: str
     files: dict[str, list[str]]
@@ -73,10 +72,7 @@ class HubSource:
     _hub: Any = field(default=None, repr=False)  # its file system, which remembers what it was told
 
     def corpus(self) -> Corpus:
-        """Ask the hub which files there are. If it is out of reach, use its last answer.
-
-        Raises UserError if the hub refuses what is asked, DataSourceLost if it does not answer.
-        """
+        """Ask the hub which files there are. If it is out of reach, use its last answer, or raise DataSourceLost."""
         from huggingface_hub import is_offline_mode
 
         asked = [self.repo, self.revision, *self.train_files, "", *self.val_files, "", self.text_column]
@@ -85,7 +81,8 @@ class HubSource:
         known = _load_listing(path)
         if known is None or not is_offline_mode():
             try:
-                known = self._ask()
+                # Nothing is lost yet: the user learns of it without a run's long waits.
+                known = with_retries(self._ask, f"the list of {self.repo}", self.waits[:3])[0]
                 if path is not None:
                     with suppress(OSError):  # a later run without the hub then has none
                         write_whole(path, json.dumps(asdict(known)).encode())
@@ -117,15 +114,11 @@ class HubSource:
                     yield from self._read_by_datasets(file, paths[at])
 
     def _ask(self) -> Listing:
-        """Ask for what the hub holds now. Nothing is lost yet: the user learns of it without a run's long waits."""
-
-        def asked() -> Listing:
-            with self._refusals():
-                commit, files = self._find_files()
-                self._counts = {split: self._count(commit, paths) for split, paths in files.items()}
-            return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
-
-        return with_retries(asked, f"the list of {self.repo}", self.waits[:3])[0]
+        """Ask for what the hub holds now."""
+        with self._refusals():
+            commit, files = self._find_files()
+            self._counts = {split: self._count(commit, paths) for split, paths in files.items()}
+        return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
 
     def _find_files(self) -> tuple[str, dict[str, list[str]]]:
         """Return the commit that the revision names, and the files of each split at that commit."""
@@ -155,10 +148,7 @@ class HubSource:
         return commit, found
 
     def _count(self, commit: str, paths: list[str]) -> list[int]:
-        """Return the number of units of each file.
-
-        Raises UserError if the first file, or a parquet file, has no text in the column.
-        """
+        """Return the number of units of each file. Raises UserError if the first, or a parquet file, has no text."""
         found = []
         for path in paths:
             file, kind = self._file(commit, path), formats.kind_of(path)
@@ -252,12 +242,8 @@ def _find_remedy(error: BaseException) -> str | None:
 
 @cache
 def bound_waits() -> None:
-    """Have the client's waits end."""
-    from huggingface_hub import set_client_factory
+    """Have the client's waits end: each one that it makes is as its first, with its hooks."""
+    from huggingface_hub import get_session, set_client_factory
 
-    def factory() -> Any:
-        made = client.default_client()
-        made.timeout = TIMEOUT_SECONDS
-        return made
-
-    set_client_factory(factory)
+    kind, hooks = type(get_session()), get_session().event_hooks
+    set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT_SECONDS))

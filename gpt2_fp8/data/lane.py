@@ -19,7 +19,7 @@ from gpt2_fp8.data.order import Deal, Numbers, Order, Place
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.data.workers import Ticket, UnitPool
-from gpt2_fp8.runtime.signals import interruptible
+from gpt2_fp8.runtime.signals import allow_interrupt
 
 
 class LaneState(TypedDict):
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Lane:
-    """Lane `index` of `order`, from the state `start` on. Asks for its next unit while it still deals out this one."""
+    """Lane `index` of `order`, from the state `start` on. It asks for units before they are needed."""
 
     index: int
     order: Order
@@ -179,7 +179,7 @@ class Batches:
 
     def next(self) -> npt.NDArray[np.int32]:
         """Return the next share: int32 [global_batch_size // world, n_positions + 1]."""
-        with interruptible():  # the state of a step that was not trained on is not kept
+        with allow_interrupt():  # the state of a step that was not trained on is not kept
             size = self.deal.global_batch_size
             ids = np.empty((size // self.world, self.n_positions + 1), dtype=np.int32)
             for j, number in enumerate(self.deal.of_step(self.step).tolist()):

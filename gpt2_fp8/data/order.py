@@ -4,7 +4,7 @@ The units of an epoch are permuted and dealt to L lanes. Lane j mod L gives the 
 batch. So the order depends only on the seed, the units, the global batch and L, and not on the number of ranks or
 workers.
 
-In a mixture each source has lanes of its own, and `Mixing` says whose turn it is:
+In a mixture each source has lanes of its own, and `Mixing` says whose turn it is. A single source always has it.
 
 The sequences of a run lie in columns: sequence j of a global batch is in column j mod C. In each column the sources
 follow each other by themselves. A binary tree splits them, each node by Bresenham's line. A node gives item n of its
@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from gpt2_fp8.config.run_length import largest_divisor
 
 MAX_LANES = 16  # each holds about two tokenised units in memory
 UNITS_A_LANE = 16  # at least, so that all lanes have about the same share of an epoch
@@ -49,11 +51,8 @@ class Order:
         assert seed >= 0
         assert 1 <= lanes <= n_units
         self.seed, self.n_units, self.lanes = seed, n_units, lanes
-        self._units = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
-
-    def epoch(self, epoch: int) -> Numbers:
-        """Return every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
-        return self._units(epoch)
+        # every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]
+        self.epoch = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
 
     def length(self, lane: int) -> int:
         """Return how many units a lane has in an epoch."""
@@ -88,28 +87,10 @@ def permutation(n: int, *key: int) -> Numbers:
 
 def lane_count(global_batch_size: int, n_units: int) -> int:
     """Return L: the largest divisor of the global batch up to `MAX_LANES` that gives a lane `UNITS_A_LANE` units."""
-    most = min(MAX_LANES, n_units // UNITS_A_LANE)
-    return max((lanes for lanes in range(1, most + 1) if global_batch_size % lanes == 0), default=1)
+    return largest_divisor(global_batch_size, max(1, min(MAX_LANES, n_units // UNITS_A_LANE)))
 
 
 # ---- the deal of sequences to lanes ----------------------------------------------------------------------------------
-
-
-class Turns:
-    """The deal of a single source: sequence j of every global batch comes from lane j mod `lanes`."""
-
-    def __init__(self, lanes: int, global_batch_size: int):
-        assert global_batch_size % lanes == 0
-        self.lanes, self.global_batch_size = lanes, global_batch_size
-        self._lanes = np.arange(global_batch_size) % lanes
-
-    def of_step(self, step: int) -> Numbers:
-        """Return the lane of each sequence, int64 [global_batch_size]: the same in every step."""
-        return self._lanes
-
-    def of_rank(self, rank: int, world: int) -> list[int]:
-        """Return the lanes that a rank's sequences come from."""
-        return lanes_of(rank, world, self.lanes, self.global_batch_size)
 
 
 def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
@@ -133,93 +114,53 @@ def whole_numbers(weights: Iterable[float]) -> list[int]:
 
 
 class Mixing:
-    """The sources of a mixture's sequences, by row and column.
-
-    Args:
-        weights: of each source, as whole numbers.
-        columns: how many there are; they divide the global batch.
-        seed: of the phases.
-    """
+    """The sources of a run's sequences, by row and column, from a whole weight of each source and a seed of phases."""
 
     def __init__(self, weights: list[int], columns: int, seed: int):
         assert all(weight > 0 for weight in weights)
         assert sum(weights) <= LARGEST
         self.weights, self.columns, self.seed = weights, columns, seed
-        self._phases = {node: self._phase(*node) for node in _nodes(0, len(weights))}
+        self._phases = cache(self._draw_phases)
 
     def sources(self, first: int, rows: int) -> Numbers:
         """Return the source of every sequence of the rows from `first` on, int64 [rows, columns]."""
-        found = np.empty(rows * self.columns, dtype=np.int64)
-        at = np.arange(first, first + rows, dtype=np.int64).repeat(self.columns)
-        columns = np.tile(np.arange(self.columns), rows)
+        return np.diff(self.counts(np.arange(first, first + rows + 1)), axis=1).argmax(axis=0)
 
-        def walk(low: int, high: int, item: Numbers, place: Numbers) -> None:
-            if high - low == 1:
-                found[place] = low
-                return
-            count, is_left = self._split(low, high, item, columns[place])
-            middle = _middle(low, high)
-            walk(low, middle, count[is_left], place[is_left])
-            walk(middle, high, (item - count)[~is_left], place[~is_left])
-
-        walk(0, len(self.weights), at, np.arange(len(at)))
-        return found.reshape(rows, self.columns)
-
-    def counts(self, rows: int) -> Numbers:
+    def counts(self, rows: int | Numbers) -> Numbers:
         """Return how many sequences of the first `rows` rows each source gives to each column.
 
-        It is int64 [sources, columns].
+        It is int64 [sources, columns]; for several numbers of rows [sources, numbers, columns].
         """
-        found = np.empty((len(self.weights), self.columns), dtype=np.int64)
-        columns = np.arange(self.columns)
+        items = np.repeat(np.asarray(rows, dtype=np.int64)[..., None], self.columns, axis=-1)
+        found = np.empty((len(self.weights), *items.shape), dtype=np.int64)
 
-        def walk(low: int, high: int, items: Numbers) -> None:
+        def split(low: int, high: int, items: Numbers) -> None:
             if high - low == 1:
                 found[low] = items
                 return
-            left, middle = self._split(low, high, items, columns)[0], _middle(low, high)
-            walk(low, middle, left)
-            walk(middle, high, items - left)
+            middle = (low + high) // 2
+            left, whole = sum(self.weights[low:middle]), sum(self.weights[low:high])
+            rounds, rest = np.divmod(items, whole)
+            of_left = rounds * left + (rest * left + self._phases(low, high)) // whole
+            split(low, middle, of_left)
+            split(middle, high, items - of_left)
 
-        walk(0, len(self.weights), np.full(self.columns, rows, dtype=np.int64))
+        split(0, len(self.weights), items)
         return found
 
-    def _split(self, low: int, high: int, item: Numbers, columns: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """Return for a node's items how many before each are the left half's, and whether it is one itself."""
-        left, whole = sum(self.weights[low : _middle(low, high)]), sum(self.weights[low:high])
-        rounds, rest = np.divmod(item, whole)
-        at = rest * left + self._phases[low, high][columns]
-        return rounds * left + at // whole, at % whole + left >= whole
-
-    def _phase(self, low: int, high: int) -> Numbers:
-        """Return a node's phase in each column, int64 [columns], below the node's weight."""
+    def _draw_phases(self, low: int, high: int) -> Numbers:
+        """Return the phase of the node of the sources from `low` to `high` in each column, int64 [columns]."""
         whole = sum(self.weights[low:high])
         places = permutation(self.columns, self.seed, 3, low, high)
         start = int(np.random.PCG64(np.random.SeedSequence((self.seed, 4, low, high))).random_raw()) % whole
         return (start + places * whole // self.columns) % whole
 
 
-def _middle(low: int, high: int) -> int:
-    return (low + high) // 2
-
-
-def _nodes(low: int, high: int) -> list[tuple[int, int]]:
-    """Return the inner nodes of the tree of the sources from `low` on, below `high`."""
-    if high - low < 2:
-        return []
-    middle = _middle(low, high)
-    return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]
-
-
-class MixedDeal:
-    """The deal of several sources. Sequence j of a global batch comes from lane j mod L of its source.
+class Deal:
+    """The deal of global batches to lanes, numbered over all sources: sequence j is of lane j mod L of its source.
 
     L is a source's own number of lanes. It divides the number of columns, so a column always reads the same lane of a
     source. All lanes of a source then have about the same share of it.
-
-    Args:
-        mixing: whose columns divide the global batch.
-        lanes: how many lanes each source has.
     """
 
     def __init__(self, mixing: Mixing, lanes: list[int], global_batch_size: int):
@@ -253,16 +194,6 @@ class MixedDeal:
         return counts.sum(axis=1).tolist()
 
 
-Deal = Turns | MixedDeal  # deals the sequences of every global batch to lanes, numbered from 0 on over all sources
-
-
-def column_count(global_batch_size: int) -> int:
-    """Return C: the largest divisor of the global batch up to `MAX_LANES`."""
-    return max(n for n in range(1, MAX_LANES + 1) if global_batch_size % n == 0)
-
-
 def lanes_of_share(columns: int, n_units: int, weight: int, whole: int) -> int:
-    """Return L of a source: as `order.lane_count`, and of `MAX_LANES` lanes not more than its share, rounded up."""
-    most = math.ceil(MAX_LANES * weight / whole)
-    most = max(n for n in range(1, columns + 1) if columns % n == 0 and n <= most)
-    return lane_count(most, n_units)
+    """Return L of a source of a mixture: as `lane_count`, and of `MAX_LANES` lanes at most its share, rounded up."""
+    return lane_count(largest_divisor(columns, math.ceil(MAX_LANES * weight / whole)), n_units)

@@ -99,10 +99,7 @@ class Preparation:
 
 
 def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
-    """Count the tokens of the training text that `config` names, in which `trainer.max_epochs` is counted.
-
-    It reads all of it. With a `cache_dir` they are kept for the training. Raises as `TokenStream` does.
-    """
+    """Count the tokens of the training text that `config` names: it reads all of it. Raises as `TokenStream` does."""
     assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
     reader = build_reader(config, load_tokenizer(config.tokenizer))
     source, pool = reader.source, UnitPool(Readers({"": reader}, plugins), config.num_workers)

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Cursor, LaneState, lane_start
 from gpt2_fp8.data.order import Deal
 from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
-from gpt2_fp8.runtime.collectives import rank_and_world
+from gpt2_fp8.runtime.collectives import everyones, rank_and_world
 
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
@@ -70,10 +69,7 @@ class Digests:
         return {"train": base64.b64encode(zlib.compress(content, 1)).decode()}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Compare this run's text with what `state_dict` gave; None: an earlier version has saved no digests.
-
-        Raises UserError if text that was already read here is another text.
-        """
+        """Take over what `state_dict` gave; None: an earlier version saved none. Raises UserError if text differs."""
         if state is None:
             return
         content = zlib.decompress(base64.b64decode(state["train"]))
@@ -124,17 +120,10 @@ class Progress:
         self.digests.trained_on(cursor["units"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress for JSON, the same on every rank. Collective.
-
-        Raises UserError if two ranks have read the same text differently.
-        """
-        rank, world = rank_and_world()
-        own = set(map(str, self.deal.of_rank(rank, world)))
+        """Return the progress for JSON, the same on every rank; UserError if two have read other text. Collective."""
+        own = set(map(str, self.deal.of_rank(*rank_and_world())))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        gathered: list[Any] = [(self.step, lanes, self.digests.saved, self.validation)]
-        if world > 1:
-            mine, gathered = gathered[0], [None] * world
-            distributed.all_gather_object(gathered, mine)
+        gathered = everyones((self.step, lanes, self.digests.saved, self.validation))
         for step, lanes, *_ in gathered:
             assert step == self.step, f"ranks stand at the steps {[step for step, *_ in gathered]}"
             self.lanes.update(lanes)
@@ -151,10 +140,7 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises UserError with every difference of its text and order.
-        """
+        """Continue from a `state_dict`. Raises UserError with every difference of its text and order."""
         if changed := list(self.find_differences(state)):
             raise UserError(changed)
         self.digests.restore(state.get("digests"))

@@ -45,9 +45,8 @@ _FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, Name
 def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ...]) -> tuple[Result, int]:
     """Return the result of `action` and the number of failed attempts before it. Each attempt starts from nothing.
 
-    Raises:
-        DataSourceLost: it still fails after the last of `waits`. These are in seconds. Each gets up to a quarter of
-            jitter, so that the ranks and workers of a large run do not all try again at once.
+    Raises DataSourceLost if it still fails after the last of `waits`, in seconds. Each gets up to a quarter of jitter:
+    the ranks and workers of a large run do not all try again at once.
     """
     failures = 0
     while True:
@@ -147,10 +146,7 @@ class WorkCounts:
 
 @dataclass(frozen=True)
 class UnitReader:
-    """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache.
-
-    A source of ids has no cache: its files are as quick to read.
-    """
+    """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache."""
 
     source: Source | TokenFilesSource
     tokenizer: str

@@ -23,19 +23,10 @@ from gpt2_fp8.config.data_schema import (
     TokenFilesData,
 )
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
+from gpt2_fp8.config.run_length import largest_divisor
 from gpt2_fp8.data.files import FilesSource, StdlibSource, TokenFilesSource
 from gpt2_fp8.data.hub import HubSource
-from gpt2_fp8.data.order import (
-    Deal,
-    MixedDeal,
-    Mixing,
-    Order,
-    Turns,
-    column_count,
-    lane_count,
-    lanes_of_share,
-    whole_numbers,
-)
+from gpt2_fp8.data.order import MAX_LANES, Deal, Mixing, Order, lane_count, lanes_of_share, whole_numbers
 from gpt2_fp8.data.reader import UnitCache, UnitReader
 from gpt2_fp8.data.tokenizer import FileTokenizer, Tokenizer, fingerprint
 from gpt2_fp8.data.units import Corpus, Source, Unit
@@ -82,7 +73,8 @@ def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: in
             if not train:
                 raise UserError.of("the training text is too short: 0 tokens in 0 documents")
         if isinstance(config, MixtureData):
-            lanes = lanes_of_share(column_count(global_batch_size), len(train), weight, sum(weights.values()))
+            columns = largest_divisor(global_batch_size, MAX_LANES)
+            lanes = lanes_of_share(columns, len(train), weight, sum(weights.values()))
         else:
             lanes = lane_count(global_batch_size, len(train))
         order, corpus = Order(source.seed, len(train), lanes), Corpus(train, val, found.about)
@@ -97,10 +89,7 @@ def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: in
 
 
 def build_reader(config: Mixed, encoding: Tokenizer) -> UnitReader:
-    """Return what reads the units of the source that `config` names.
-
-    Raises UserError if its cache cannot be used, or if no plugin has registered the source.
-    """
+    """Return what reads the units of the source that `config` names. Raises as `build_streams`."""
     cache = None
     if isinstance(config, TextData) and config.cache_dir is not None:
         joined = isinstance(encoding, FileTokenizer) and encoding.pieces is not None  # unlike in earlier versions
@@ -111,10 +100,7 @@ def build_reader(config: Mixed, encoding: Tokenizer) -> UnitReader:
 
 
 def build_source(config: Mixed) -> Source | TokenFilesSource:
-    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
-
-    Raises UserError if no plugin has registered the source.
-    """
+    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file."""
     if isinstance(config, RegisteredData):
         return cast("Source", registry.make("data.source", config.source, Source, config))
     if isinstance(config, TokenFilesData):
@@ -138,14 +124,12 @@ def naming_source(name: str) -> Iterator[None]:
     """Enter a context in which a source is looked at: its errors then name it, and its keys as they are typed."""
     try:
         yield
-    except UserError as error:
+    except (UserError, DataSourceLost) as error:
         if not name:
             raise
+        if isinstance(error, DataSourceLost):
+            raise DataSourceLost(f"source {name}: {error}") from error
         raise UserError(data_schema.as_named(problem, name) for problem in error.problems) from error
-    except DataSourceLost as error:
-        if not name:
-            raise
-        raise DataSourceLost(f"source {name}: {error}") from error
 
 
 def join_corpora(streams: list[SourceStream]) -> Corpus:
@@ -178,7 +162,6 @@ def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
 
 def build_deal(streams: list[SourceStream], global_batch_size: int, seed: int) -> Deal:
     """Return the deal of the sequences of global batches to the lanes of all sources."""
-    if len(streams) == 1:
-        return Turns(streams[0].order.lanes, global_batch_size)
-    mixing = Mixing([stream.weight for stream in streams], column_count(global_batch_size), seed)
-    return MixedDeal(mixing, [stream.order.lanes for stream in streams], global_batch_size)
+    lanes = [stream.order.lanes for stream in streams]
+    columns = largest_divisor(global_batch_size, MAX_LANES) if len(streams) > 1 else lanes[0]
+    return Deal(Mixing([stream.weight for stream in streams], columns, seed), lanes, global_batch_size)

@@ -14,7 +14,6 @@ from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.order import MixedDeal
 from gpt2_fp8.data.progress import OVERFIT, Digests, Progress
 from gpt2_fp8.data.reader import Readers
 from gpt2_fp8.data.sources import SourceStream, build_deal, build_streams, join_corpora, naming_source
@@ -30,17 +29,15 @@ class TokenStream:
     """Reads units in one order, whatever the number of ranks and workers. Its state says how far training has come.
 
     Args:
-        config: the `data` group.
-        encoding: its tokenizer.
-        n_positions: tokens of context; sequences have one more, the last target.
-        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
+        config, encoding: the `data` group and its tokenizer.
+        n_positions, global_batch_size: as of the run.
         overfit_batches: steps whose batches are trained on again and again; 0: the whole text is.
         plugins: modules that worker processes import before they read.
         on_read: is given each unit that was read, and its side, "training" or "validation".
         must_keep: a unit that the cache cannot take is an error.
 
     Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
-    validation's ids by source, int [sequences, n_positions + 1], of the sources that have any.
+    validation's ids of each source that has any, [sequences, n_positions + 1].
 
     Raises UserError if the text is missing, unreadable or too short, and DataSourceLost if its source does not answer.
     """
@@ -74,11 +71,8 @@ class TokenStream:
             for stream in self.streams:
                 with naming_source(stream.name):
                     check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], self.pool, n_positions)
-            for stream in self.streams:
-                if stream.val_sequences:
-                    with naming_source(stream.name):
-                        units, count = stream.corpus.val, stream.val_sequences
-                        self.val[stream.name] = read_validation(units, self.pool, n_positions, count)
+                    if count := stream.val_sequences:
+                        self.val[stream.name] = read_validation(stream.corpus.val, self.pool, n_positions, count)
         except BaseException:
             self.pool.close()
             raise
@@ -158,7 +152,7 @@ class TokenStream:
 
         Passes are counted in units, over the lanes that this rank reads. Repeated batches begin none: they stay 0.
         """
-        if not isinstance(self.deal, MixedDeal):
+        if len(self.streams) == 1:
             return {}
         sequences = self.deal.sequences(self.progress.step, self.overfit_batches)
         mine = set(self.deal.of_rank(*rank_and_world()))
@@ -174,10 +168,7 @@ class TokenStream:
 
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
-    """Read `units` until they make one block.
-
-    Raises UserError if the first is in another encoding than UTF-8, or all of them make less than one block.
-    """
+    """Read `units` until they make one block. Raises UserError if they do not, or the first is in another encoding."""
     tokens, counts = 0, DocumentCounts()
     for done, unit in enumerate(units):
         tokenised = pool.take(pool.ask(unit))
@@ -195,10 +186,7 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
 
 
 def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
-    """Return the first `count` blocks of `units` in natural order: [<= count, n_positions + 1], uint16 or uint32.
-
-    Raises UserError if there is not even one.
-    """
+    """Return the first `count` blocks of `units`: [<= count, n_positions + 1]. Raises UserError if there is not one."""
     wanted = count * n_positions + 1
     parts: list[Tokens] = []
     length = 0

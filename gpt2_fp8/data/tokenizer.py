@@ -7,16 +7,18 @@ Files are a `tokenizer.json`, read by the library `tokenizers`, and Llama 3's ra
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
 from gpt2_fp8.config import tokenizer_file
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
@@ -26,19 +28,15 @@ if TYPE_CHECKING:
     import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
+# GPT-2's vocabulary: {name in tiktoken's cache, the sha1 of the address: address}
+_BASE = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_FILES = {hashlib.sha1(url.encode()).hexdigest(): url for url in (f"{_BASE}/vocab.bpe", f"{_BASE}/encoder.json")}
 NETWORK_TIMEOUT_SECONDS = 4.0  # until the vocabulary counts as out of reach; tiktoken itself waits without an end
 _INCOMPLETE = "\ufffd"  # what decoding puts in the place of bytes that are no character
 # As published with Llama 3: how text is cut before tokens are merged, and the names of the special tokens.
-LLAMA3_PATTERN = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NAMED = {
     0: "<|begin_of_text|>", 1: tokenizer_file.END_OF_TEXT, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
@@ -53,8 +51,8 @@ Pieces = Callable[[str, int], Iterator[list[int]]]
 class FileTokenizer:
     """A tokenizer from a file. `sha256` is of the kind, the file's content and the separator.
 
-    `pieces` yields the ids of a text, encoded so many characters at a time, as if in one go; None: parts of a text that
-    is cut before blanks have the ids of the whole.
+    `pieces` yields the ids of a text, encoded so many characters at a time, as if in one go; None: a text can be cut
+    before blanks.
     """
 
     name: str
@@ -80,10 +78,7 @@ def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
-    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
-
-    A cast would turn an id that is too large into another one, and a GPU would read past the end of a table.
-    """
+    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         odd = int(ids.min() if ids.min() < 0 else ids.max())
         raise UserError.of(
@@ -95,31 +90,21 @@ def narrow_ids(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Toke
 
 @cache
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. A process reads each once.
-
-    Raises UserError if GPT-2's vocabulary is not in tiktoken's cache and cannot be fetched, or the file is of no use.
-    """
+    """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. Raises UserError without it."""
     if name == "bytes":
         return _bytes_encoding()
     return _gpt2_encoding() if name == "gpt2" else load_file(name)
 
 
 def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
-    """Return the ids of `text`, [n], in the dtype that `dtype_of` gives the vocabulary.
-
-    `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
-    does not have.
-    """
+    """Return the ids of `text`, which is valid unicode, as `narrow_ids` does: [n]."""
     if encoding.name == "bytes":  # the ids that `encoding` would give, as fast as a copy
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype_of(encoding.n_vocab))
     return narrow_ids(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
 def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
-    """Return how many bytes the text of `ids` has, in UTF-8.
-
-    Of a file's tokenizer, a character that is cut at either end counts as the three bytes of its mark.
-    """
+    """Return how many bytes the text of `ids` has, in UTF-8; three for a character that a file's tokenizer cuts."""
     import tiktoken
 
     if isinstance(encoding, tiktoken.Encoding):
@@ -128,10 +113,7 @@ def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
 
 
 def fingerprint(encoding: Tokenizer) -> str:
-    """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it.
-
-    Of a file it is over the content.
-    """
+    """Return a sha256 over the name, every token with its id, and the special tokens; of a file, over its content."""
     if isinstance(encoding, FileTokenizer):
         return encoding.sha256
     digest = hashlib.sha256(encoding.name.encode())
@@ -143,9 +125,7 @@ def fingerprint(encoding: Tokenizer) -> str:
 
 
 class TextStream:
-    """Gives text of ids as soon as it is certain: whole characters alone, although a token may end within one.
-
-    What it has given in all is the text of all ids after those of `prompt`.
+    """Gives the text of the ids after `prompt` as soon as it is certain: a token may end within a character.
 
     Only the newest ids are decoded: those since the last certain character, and the piece before them, since some
     tokenizers drop a blank in front of a first word.
@@ -189,8 +169,10 @@ def _gpt2_encoding() -> tiktoken.Encoding:
     import requests  # tiktoken's own client
     import tiktoken
 
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    cache_dir = Path(os.environ.get("TIKTOKEN_CACHE_DIR", default))
     try:
-        if not has_gpt2():
+        if not all((cache_dir / name).is_file() for name in GPT2_FILES):
             requests.head(next(iter(GPT2_FILES.values())), timeout=NETWORK_TIMEOUT_SECONDS).raise_for_status()
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came has another hash
@@ -212,9 +194,14 @@ def load_file(name: str) -> FileTokenizer:
     content = tokenizer_file.read(path)
     found = tokenizer_file.describe(path, content)
     digest = hashlib.sha256(f"{found.kind}:{found.separator}:".encode() + content).hexdigest()
-    if found.ranks is not None:
-        return FileTokenizer(found.kind, found.ids, found.separator, digest, *_llama3(found))
-    return FileTokenizer(found.kind, found.ids, found.separator, digest, *_json(found, content))
+    load = partial(FileTokenizer, found.kind, found.ids, found.separator, digest)
+    if found.ranks is None:
+        return load(*_read_json(found, content))
+    import tiktoken
+
+    special = llama3_special_tokens(len(found.ranks))
+    encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=found.ranks, special_tokens=special)
+    return load(encoding.encode_ordinary, encoding.decode)
 
 
 def llama3_special_tokens(ranks: int) -> dict[str, int]:
@@ -223,20 +210,7 @@ def llama3_special_tokens(ranks: int) -> dict[str, int]:
     return {_LLAMA3_NAMED.get(i) or next(reserved): ranks + i for i in range(tokenizer_file.SPECIAL)}
 
 
-def _llama3(found: Described) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    import tiktoken
-
-    assert found.ranks is not None
-    encoding = tiktoken.Encoding(
-        name="llama3",
-        pat_str=LLAMA3_PATTERN,
-        mergeable_ranks=found.ranks,
-        special_tokens=llama3_special_tokens(len(found.ranks)),
-    )
-    return encoding.encode_ordinary, encoding.decode
-
-
-def _json(
+def _read_json(
     found: Described, content: bytes
 ) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], Pieces | None]:
     try:
@@ -255,17 +229,17 @@ def _json(
     def encode(text: str) -> list[int]:
         return list(loaded.encode(text, add_special_tokens=False).ids)
 
-    def pieces(text: str, characters: int) -> Iterator[list[int]]:
-        return _pieces(loaded, text, characters)
+    def decode(ids: list[int]) -> str:
+        return str(loaded.decode(ids, skip_special_tokens=False))
 
     try:
         whole = encode("x\nx x") == [*encode("x"), *encode("\nx"), *encode(" x")]  # not so if a text's begin is marked
     except Exception:  # a closed vocabulary
         whole = True
-    return encode, lambda ids: str(loaded.decode(ids, skip_special_tokens=False)), None if whole else pieces
+    return encode, decode, None if whole else partial(_cut_encoded, loaded)
 
 
-def _pieces(loaded: Any, text: str, characters: int) -> Iterator[list[int]]:
+def _cut_encoded(loaded: Any, text: str, characters: int) -> Iterator[list[int]]:
     """Yield the ids of a text that is cut between tokens, each piece encoded between its neighbours' characters."""
     start = before = 0
     while True:

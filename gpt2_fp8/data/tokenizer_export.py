@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from gpt2_fp8.config import tokenizer_file
@@ -38,7 +37,15 @@ def files_of(name: str, n_positions: int) -> dict[str, bytes]:
         ranks = {token: encoding.encode_single_token(token) for token in tokens}
         file = _byte_pairs(ranks, {END_OF_TEXT: encoding.eot_token}, cut=name == "gpt2")
         ends = END_OF_TEXT
-    return {TOKENIZER: _dump(file), CONFIG: _dump(_config(ends, n_positions))}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": ends,  # it also begins a text in generation
+        "eos_token": ends,
+        "model_max_length": n_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    texts = {TOKENIZER: file, CONFIG: config}
+    return {name: (json.dumps(text, ensure_ascii=False, indent=1) + "\n").encode() for name, text in texts.items()}
 
 
 def _byte_pairs(ranks: dict[bytes, int], special: dict[str, int], pattern: str = "", cut: bool = False) -> Any:
@@ -78,27 +85,6 @@ def _letters() -> dict[int, str]:
 
     GPT-2's (Radford et al. 2019, encoder.py): a byte that Latin-1 prints is itself, the others are U+0100 and on.
     """
-
-    def printed() -> Iterator[int]:
-        yield from range(ord("!"), ord("~") + 1)
-        yield from range(ord("¡"), ord("¬") + 1)
-        yield from range(ord("®"), ord("ÿ") + 1)
-
-    letters = {byte: chr(byte) for byte in printed()}
-    others = [byte for byte in range(256) if byte not in letters]
-    return letters | {byte: chr(256 + place) for place, byte in enumerate(others)}
-
-
-def _config(ends: str, n_positions: int) -> dict[str, Any]:
-    """Return a `tokenizer_config.json`: the token that ends a text, which also begins one in generation."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": ends,
-        "eos_token": ends,
-        "model_max_length": n_positions,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def _dump(value: Any) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {byte: chr(byte) for byte in printed} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -100,10 +100,7 @@ class Source(Protocol):
         ...
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """Return the unit's documents in order, as bytes or str (anything else is counted as not text).
-
-        It keeps no state between calls, so a failed unit can be read again from its start.
-        """
+        """Return the unit's documents in order, as bytes or str (anything else is counted as not text), at any time."""
         ...
 
 
@@ -132,10 +129,7 @@ class TokenisedUnit:
 def tokenise(
     documents: Iterable[bytes | str | object], unit: Unit, encoding: Tokenizer, counts: DocumentCounts
 ) -> TokenisedUnit:
-    """Encode the `documents` that are text and on the unit's side of a held-out split.
-
-    Raises UserError if too many lines are broken, or if the encoding gives an id that it does not have.
-    """
+    """Encode the documents that are text and on the unit's side of a split. Raises UserError if many are broken."""
     dtype = dtype_of(encoding.n_vocab)
     end_of_text = np.array([encoding.eot_token], dtype).tobytes()
     ids, ends = bytearray(), array("q")

@@ -28,7 +28,7 @@ from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.data.reader import Readers, WorkCounts
 from gpt2_fp8.data.units import TokenisedUnit, Unit
 from gpt2_fp8.runtime import registry, signals
-from gpt2_fp8.runtime.signals import interruptible
+from gpt2_fp8.runtime.signals import allow_interrupt
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class UnitPool:
         unit = ticket.unit
         if ticket.future is None and unit in self._kept:
             return self._keep(unit, self._kept[unit])
-        with interruptible():
+        with allow_interrupt():
             tokenised, counts = self.readers(unit) if ticket.future is None else self._wait(unit, ticket.future)
         self.counts.units += counts.units
         self.counts.cache_hits += counts.cache_hits
@@ -104,7 +104,7 @@ class UnitPool:
         try:
             return self._workers.submit(unit)
         except BrokenExecutor:
-            if not signals.pending():  # else they have ended with the process group
+            if not signals.is_pending():  # else they have ended with the process group
                 log.warning("data: a worker process ended; new ones take the place of all")
                 self.counts.worker_deaths += 1
             self.close()

@@ -1,7 +1,7 @@
-"""Collective operations between a run's processes, once a step. Plain torch; they do nothing for a single process.
+"""Collective operations between a run's processes, once a step. They do nothing for a single process.
 
-Numbers of the host (did memory run out, was there a signal) go from host to host through gloo. They do not wait for the
-GPU, which has work queued for a long time. Tensors go from GPU to GPU.
+Numbers of the host (did memory run out, was there a signal) go from host to host through gloo, and do not wait for the
+GPU. Tensors go from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import os
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=12)  # longer than one rank may compile, save, or read while the others wait
 
 
 def record_flights(folder: Path) -> None:
-    """Have NCCL write its last collectives to nccl_RANK in `folder` when a rank hangs: the group's timeout is over.
+    """Have NCCL write its last collectives to nccl_RANK in `folder` when a rank hangs, for `torchfrtrace` to read.
 
-    `torchfrtrace` reads them, and names the rank that has not come. Call it before the group is formed.
+    Call it before the group is formed.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -53,11 +55,11 @@ def largest(value: int) -> int:
     return int(shared)
 
 
-def everyones(value: str) -> list[str]:
+def everyones(value: T) -> list[T]:
     """Gather all ranks' values, in the order of ranks, over gloo. Collective. It blocks the host, never the GPU."""
     if not is_distributed():
         return [value]
-    values = [""] * rank_and_world()[1]
+    values: list[Any] = [None] * rank_and_world()[1]
     distributed.all_gather_object(values, value, group=_host_group())
     return values
 
@@ -71,10 +73,8 @@ _host_groups = weakref.WeakKeyDictionary()
 def _host_group() -> distributed.ProcessGroup:
     """Return the gloo group of the hosts; create it if the default group is new. Collective then.
 
-    Ranks call everything collective in the same order, so the first call of `largest` on one rank meets the first call
-    on every other. Usually that is the question about a signal at the start of `fit`. If signals are not handled, it
-    comes after the first step's gradients. A rank that leaves a wait for data because of a signal asks too, where the
-    others ask before their step.
+    Ranks call everything collective in the same order, so the first call on one rank meets the first call on every
+    other. A rank that leaves a wait for data because of a signal asks too, where the others ask before their step.
     """
     default = distributed.group.WORLD
     assert default is not None
@@ -89,9 +89,6 @@ def _host_group() -> distributed.ProcessGroup:
 
 
 def maximum(values: Tensor) -> None:
-    """Replace every element by the largest of all ranks. Collective.
-
-    `values` is contiguous, has the same shape on every rank, and contains no NaN, which has no order.
-    """
+    """Replace every element by the largest of all ranks. Collective. `values` is contiguous and contains no NaN."""
     if is_distributed():
         distributed.all_reduce(values, op=distributed.ReduceOp.MAX)

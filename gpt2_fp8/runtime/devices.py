@@ -29,10 +29,7 @@ def device(config: RunConfig) -> Literal["cuda", "cpu"]:
 
 
 def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
-    """Return the number of processes on this machine: what was asked for; `auto` is every GPU, or one on a CPU.
-
-    Raises UserError if there are fewer GPUs than asked for.
-    """
+    """Return the number of processes on this machine: every GPU for `auto`. Raises UserError if there are fewer."""
     asked, present = config.trainer.devices, torch.cuda.device_count()
     started = ranks.current()
     if started.several:
@@ -47,10 +44,9 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
 
 
 def place(started: Ranks, present: int) -> int:
-    """Return which of the `present` GPUs is this process's: the one of its place on its node.
+    """Return which of the `present` GPUs is this process's. A single one was given to it (`srun --gpus-per-task=1`).
 
-    A process that sees a single GPU was given it (`srun --gpus-per-task=1`). Raises UserError if the launcher has
-    started more processes than there are GPUs.
+    Raises UserError if the launcher has started more processes than there are GPUs.
     """
     if present == 1 and started.local_world_size > 1:
         return 0
@@ -62,10 +58,9 @@ def place(started: Ranks, present: int) -> int:
 
 
 def read_gpu_meter() -> dict[str, float]:
-    """Return the GPU's watts, and the part of the last moment (0 to 1) in which a kernel ran; {} if they are unknown.
+    """Return the GPU's watts, and the part of the last moment (0 to 1) in which a kernel ran, as the driver says.
 
-    NVIDIA's driver is asked, so nothing waits for a kernel. It needs the library `nvidia-ml-py`, and a driver that
-    answers: in some containers it does not.
+    It is {} without the library `nvidia-ml-py`, and in containers where the driver does not answer.
     """
     try:
         return {"gpu_power_watts": torch.cuda.power_draw() / 1000, "gpu_utilization": torch.cuda.utilization() / 100}

@@ -9,26 +9,26 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 
-def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
+def list_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or else nvidia-smi names them."""
     if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is None:
         return list(_uuids())
-    names = [name.strip() for name in listed.split(",")]
-    end = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return names[:end]  # CUDA, too, reads no further than the first that is none
+    names = (name.strip() for name in listed.split(","))
+    return list(takewhile(lambda name: name and not name.startswith("-"), names))  # CUDA, too, reads no further
 
 
-def take(environment: Mapping[str, str] = os.environ) -> tuple[str, Any] | None:
-    """Lock the first free one of `visible`; return it, and a context that holds the lock. Raises OSError."""
+def lock_gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, Any] | None:
+    """Lock the first free one of `list_gpus`; return it, and a context that holds the lock. Raises OSError."""
     from filelock import FileLock, Timeout
 
     folder = Path(tempfile.gettempdir()) / f"gpt2_fp8-gpus-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    for name in visible(environment):
+    for name in list_gpus(environment):
         # in containers, and under SLURM, the GPUs of each job are numbered from 0
         called = re.sub(r"[^\w-]", "-", _uuids().get(name, name))
         lock = FileLock(folder / f"{called}.lock")

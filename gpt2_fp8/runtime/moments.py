@@ -62,10 +62,7 @@ class GapClock:
 class Sent:
     """A copy of a tensor's values that travels to the host. To read it waits for what was launched before it alone.
 
-    `tolist` of a tensor on a GPU waits for everything that was launched until then. Make it on the tensor's stream.
-
-    Attributes:
-        arrival: the moment at which the values are there; over once they are read.
+    Make it on the tensor's stream. `arrival`: the moment at which the values are there; over once they are read.
     """
 
     def __init__(self, values: Tensor):

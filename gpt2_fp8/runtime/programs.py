@@ -42,18 +42,12 @@ def table() -> dict[str, str]:
 
 @cache
 def source_digest(folder: Path = _FOLDER) -> str | None:
-    """Return the first 12 hexadecimal digits of a SHA-256 of the package's code; None if it cannot be read.
-
-    A version number does not change with each commit.
-    """
+    """Return the first 12 hexadecimal digits of a SHA-256 of the package's code; None if there is none."""
     found = hashlib.sha256()
-    try:
-        paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
-        for path in paths:
-            content = path.read_bytes()
-            found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
-    except OSError:
-        return None
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    for path in paths:
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
     return found.hexdigest()[:12] if paths else None
 
 
@@ -95,11 +89,8 @@ def parser(name: str, description: str, exits: str = "", epilog: str = "", **opt
 
 
 def begin() -> None:
-    """Prepare the process, before torch is imported.
-
-    OpenMP's threads sleep while they wait for each other. Busy waiting makes training 3 times slower beside two busy
-    programs on two cores, and sampling 20 times; on an idle CPU, sleeping costs training 6 %.
-    """
+    """Prepare the process, before torch is imported."""
+    # Busy waiting makes training 3 times slower beside two busy programs on two cores; sleeping costs an idle CPU 6 %.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     logging.raiseExceptions = False  # a line that a pipe or a disk does not take costs that line alone
 
@@ -112,7 +103,7 @@ def end(code: int) -> int:
         return without_reader()
     except OSError as error:  # a full disk
         say(f"error: standard output cannot be written: {error.strerror}")
-        _drop_output()
+        without_reader()
         return code or 1
     return code
 
@@ -171,31 +162,21 @@ def to_write(file: str) -> Path:
 
 
 def without_reader() -> int:
-    """Drop what is still to be printed, since the reader of the output has ended; returns the exit code, 141."""
-    _drop_output()
+    """Drop what is still buffered, since the output has no reader; returns the exit code, 141."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
-def _drop_output() -> None:
-    """Drop what is still buffered, which Python would flush once more at its end, and exit with 120."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def leave_with(code: int) -> None:
-    """Make a signal end the process at once with exit code `code`, since it has come to its end.
-
-    In its last moment, when Python removes its handlers, a signal is ignored.
-    """
+    """Make a signal end the process at once with exit code `code`, since it has come to its end."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(code))
 
 
 def ignore_at_the_end() -> None:
-    """Ignore signals at the very end of the process.
+    """Ignore signals at the very end of the process, when Python resets handlers to the default, which would end it.
 
-    Call this before anything registers with `atexit`, which calls what registered first last. Python then resets
-    handlers to the default, which ends the process by the signal, whatever its exit code is. It leaves ignored signals
-    ignored.
+    Call this before anything else registers with `atexit`, which calls what registered first last.
     """
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])

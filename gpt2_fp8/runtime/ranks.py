@@ -20,22 +20,16 @@ _NODES = re.compile(r"\[(\d+)[^\]]*\]")  # node[05-08,11] of a node list
 
 
 class Ranks(NamedTuple):
-    """The place of this process among the processes of a run, by the names of torch's variables.
+    """The place of this process among the processes of a run, by the names of torch's variables."""
 
-    Attributes:
-        launcher: what has started it; None: nothing has, and it is the only process.
-        restarts: how often torch's agent has restarted the group.
-        has_agent: whether torch's agent has started it, and hosts the store.
-    """
-
-    launcher: str | None = None
+    launcher: str | None = None  # what has started it; None: nothing has, and it is the only process
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
-    restarts: int = 0
-    has_agent: bool = False
+    restarts: int = 0  # of the group, by torch's agent
+    has_agent: bool = False  # which has started it, and hosts the store
 
     @property
     def several(self) -> bool:
@@ -97,8 +91,7 @@ def is_first_rank() -> bool:
 def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is a SLURM batch job's: all that `sbatch` starts has ENVIRONMENT=BATCH.
 
-    Else it is what `srun` started, by the rule of Lightning's SLURMEnvironment. A shell on a node (`srun --pty bash`)
-    is not a batch job: what is started there is treated as anywhere else.
+    Else it is what `srun` started, but in a shell on a node, by the rule of Lightning's SLURMEnvironment.
     """
     if environment.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in environment:
         return True

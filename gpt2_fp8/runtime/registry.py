@@ -25,13 +25,8 @@ log = logging.getLogger(__name__)
 
 Factory = Callable[..., Any]
 _F = TypeVar("_F", bound=Factory)
-_known: dict[str, dict[str, Factory]] = {
-    "callbacks.extra": {},
-    "logger.extra": {},
-    "data.source": {},
-    "optimizer.factory": {},
-    "recipe.factory": {},
-}
+_KEYS = "callbacks.extra", "logger.extra", "data.source", "optimizer.factory", "recipe.factory"
+_known: dict[str, dict[str, Factory]] = {key: {} for key in _KEYS}
 _folders: list[str] = []  # searched for modules, in addition to Python's own path
 
 
@@ -53,29 +48,24 @@ def data_source(name: str) -> Callable[[_F], _F]:
 def optimizer(name: str) -> Callable[[_F], _F]:
     """Register what makes a `torch.optim.Optimizer`, for `optimizer=registered optimizer.factory=NAME`.
 
-    It is called with two parameter groups, of matrices and of everything else, which have `params` and `weight_decay`,
-    and with the `optim` group. A fused optimizer of torch's skips a step that is not finite on the device; for any
-    other the host waits to know.
+    It is called with two parameter groups, of matrices and of everything else, and with the `optim` group. A fused
+    optimizer of torch's skips a step that is not finite on the device; for any other the host waits to know.
     """
     return _register("optimizer.factory", name)
 
 
 def recipe(name: str) -> Callable[[_F], _F]:
-    """Register what makes a Transformer Engine `Recipe` from the `precision` group, for `recipe=registered`.
+    """Register what makes a Transformer Engine `Recipe` from the `precision` group, without a state between steps.
 
-    `recipe.factory=NAME` selects it. It keeps no state between steps: delayed scaling is `recipe=delayed`.
+    For `recipe=registered recipe.factory=NAME`.
     """
     return _register("recipe.factory", name)
 
 
 def load(modules: Sequence[str], folder: Path) -> None:
-    """Import modules by name, from Python's path and from `folder`. Imported modules are not imported again.
-
-    Raises UserError if one cannot be imported; its traceback goes to the log.
-    """
-    if modules and str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    """Import modules by name, from Python's path and from `folder`. Raises UserError, with a traceback in the log."""
     if modules and str(folder) not in _folders:
+        sys.path.append(str(folder))
         _folders.append(str(folder))
     for module in modules:
         try:
@@ -94,10 +84,7 @@ def folders() -> list[str]:
 
 
 def make(key: str, name: str, kind: type, *arguments: object) -> Any:
-    """Make the object that is registered under `name` for `key`. It must be a `kind`.
-
-    Raises UserError if nothing has that name, or if the object is of another class.
-    """
+    """Make the object, a `kind`, that is registered under `name` for `key`. Raises UserError if there is none."""
     known = _known[key]
     if name not in known:
         cause, remedy = unknown_choice(key, name, sorted(known))

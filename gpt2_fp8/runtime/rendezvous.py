@@ -2,9 +2,9 @@
 
 There they agree on a folder, form a process group, and learn which of them failed.
 
-The store is the agent's, or rank 0's. An agent's store outlives a restart of the ranks, and so do its keys: a process
-group that torch 2.13 forms there after a restart finds addresses of processes that are gone, and waits for them. So
-each generation of ranks has a prefix of its own, which rank 0 makes up and tells each rank that says hello.
+An agent's store outlives a restart of the ranks: a process group that torch 2.13 forms there finds addresses of
+processes that are gone, and waits for them. So each generation of ranks has a prefix of its own, which rank 0 makes up
+and tells each rank that says hello.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Meeting:
     """One generation of a run's ranks, in a store.
 
     Attributes:
-        ranks: this process's place.
         kept: the run's folder, if an earlier generation had one; None otherwise.
         again: whether this generation may not be the first. Without the agent's store nobody knows.
     """
@@ -111,10 +110,9 @@ class Meeting:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def watch(self, on_lost: Callable[[RunError], Any]) -> None:
-        """Have a thread end this process when another rank has failed, and the main thread does not see it.
+        """Have a thread end this process when another rank has failed, which NCCL does not tell the main thread.
 
-        NCCL does not tell it that a rank is gone. `on_lost` is called with the error before that: it writes the
-        summary.
+        `on_lost` is called with the error before that: it writes the summary.
         """
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a wait may hold the main thread's connection
         threading.Thread(target=self._watch, args=(store, on_lost), name="ranks", daemon=True).start()
@@ -133,7 +131,7 @@ class Meeting:
         self.ending()
         until = time.monotonic() + 2 * GRACE_SECONDS
         with suppress(RuntimeError):  # the store is gone too
-            while (lost := self._failure()) is None and time.monotonic() < until and signals.received() is None:
+            while (lost := self._failure()) is None and time.monotonic() < until and signals.get_received() is None:
                 time.sleep(_LOOK_SECONDS)
             if lost is not None:
                 return lost
@@ -231,7 +229,7 @@ def _is_agents() -> bool:
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
-    with signals.interruptible():
+    with signals.allow_interrupt():
         while not done():
             if time.monotonic() > until:
                 raise RunError(f"waited {PATIENCE_SECONDS:.0f} s in vain for {missing()}")
@@ -244,10 +242,7 @@ def _is_connection(error: BaseException) -> bool:
 
 
 def launch(count: int, words: Sequence[str]) -> int:
-    """Run this program with `words` as `count` ranks by torch's elastic agent; returns the exit code.
-
-    It is that of the rank that failed first, which torchrun makes 1. The ranks' signals are those of this process.
-    """
+    """Run this program with `words` as `count` ranks by torch's agent; returns the code of the first that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -270,12 +265,12 @@ def launch(count: int, words: Sequence[str]) -> int:
         if failed.exitcode >= 0:
             return failed.exitcode  # it has said why
         if -failed.exitcode in signals.SIGNALS:
-            return _exit_code(-failed.exitcode)
+            return signals.exit_code(-failed.exitcode)
         name = signal.Signals(-failed.exitcode).name
         programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
         return 1
     except SignalException as error:
-        return _exit_code(error.sigval)
+        return signals.exit_code(error.sigval)
     return 0
 
 
@@ -283,7 +278,3 @@ def _own_program() -> list[str]:
     """Return how Python starts this program: by its module, or by a script that calls `run.main`."""
     is_script = getattr(sys.modules["__main__"], "__spec__", None) is None and sys.argv[0].endswith(".py")
     return [sys.argv[0]] if is_script else ["-m", "gpt2_fp8.run"]
-
-
-def _exit_code(signum: int) -> int:
-    return 128 + (signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum)

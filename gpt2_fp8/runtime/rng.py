@@ -14,16 +14,13 @@ from gpt2_fp8.runtime import collectives
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of this process's generators: Python's, numpy's global one, torch's CPU and CUDA ones.
-
-    CUDA's is there once CUDA is in use. Values are str, int, float, None, tuples of ints and uint8 tensors on the CPU.
-    """
+    """Return the states of this process's generators: Python's, numpy's global one, torch's CPU and CUDA ones."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": {
             "name": name,
-            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles (only between ranks).
+            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles.
             "keys": torch.from_numpy(numpy.array(keys)).view(torch.uint8),
             "position": int(position),
             "has_gauss": int(has_gauss),
@@ -59,19 +56,13 @@ def restore_torch(state: dict[str, Any]) -> None:
 
 def gather() -> list[dict[str, Any]]:
     """Return every rank's `capture()`, in the order of ranks, on every rank. Collective."""
-    _, world = collectives.rank_and_world()
-    if world == 1:
-        return [capture()]
-    states: list[Any] = [None] * world
-    torch.distributed.all_gather_object(states, capture())
-    return states
+    return collectives.everyones(capture())
 
 
 def begin_rank(states: list[dict[str, Any]], seed: int, step: int) -> None:
     """Restore this rank's part of `gather()`, or begin a rank that has none after `step` steps of the run.
 
-    Each rank but the first draws numbers of its own then: equal dropout masks on all ranks would be fewer masks. The
-    first one's are those of a run of one process.
+    Each rank but the first then draws numbers of its own, so that dropout masks differ.
     """
     rank, _ = collectives.rank_and_world()
     if rank < len(states):

@@ -2,17 +2,15 @@
 
 What a signal does depends on when it arrives:
 
-- During start-up, and in a wait declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
+- During start-up, and in a wait of `allow_interrupt`, nothing is half done: `Interrupted` is raised at once.
 - In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
-  done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
-  (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
-- A second signal ends the process at once, at any time. Files on the disk are complete at every moment. A thread does
-  it: a backward on a CPU can keep the main thread, and so Python's handlers, from running for minutes.
+  done, and `GracefulStop` looks between steps.
+- A second signal ends the process at once, at any time. A thread does it: a backward on a CPU can keep the main thread,
+  and so Python's handlers, from running for minutes.
 
-An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
-everything. A library left half done may fail with an error of its own. So the exception is only a messenger. The signal
-stays recorded, and `Interrupted` is raised again until something ends because of it. Whatever ends with another error
-after it was `thrown` ends for the signal.
+An asynchronous exception can get lost: Python drops errors in `__del__`, and some libraries catch everything. So the
+signal stays recorded, and `Interrupted` is raised again until something ends because of it. Whatever ends with another
+error after it was `thrown` ends for the signal.
 
 SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was ignored when the process began
 (`nohup`) stays ignored.
@@ -35,9 +33,8 @@ from gpt2_fp8.runtime import ranks, slurm
 
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
-# Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
 NATIVE_SECONDS = 30.0  # that a rank of torch's agent may be in one native call after a signal
-ECHO_SECONDS = 0.5
+ECHO_SECONDS = 0.5  # Ctrl-C reaches the whole process group, and torchrun passes it on: one request, two signals
 IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
 # Our own thread sends it to make the main thread look again; without a handler it has no effect.
 _AGAIN = signal.SIGURG
@@ -45,10 +42,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class Interrupted(BaseException):
-    """A signal ends this process where it is.
-
-    It is not an Exception: those are caught by code that tries something again, or tests whether something exists.
-    """
+    """A signal ends this process where it is. It is no Exception, which code that tries something again catches."""
 
     def __init__(self, signum: int):
         self.signum = signum
@@ -89,10 +83,7 @@ class Signals:
             self._wakeup = [reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)]
 
     def watch(self) -> None:
-        """Have a thread see signals from now on; a first signal does so too. The handlers must be installed.
-
-        It is not started with them: while torch is loaded, memory may be scarce.
-        """
+        """Have a thread see signals from now on; a first signal does so too. The handlers must be installed."""
         if not self._watched:
             with suppress(RuntimeError, MemoryError):  # if no thread can be started
                 threading.Thread(target=self._watch, args=self._wakeup[:1], name="signals", daemon=True).start()
@@ -174,7 +165,7 @@ class Signals:
                 elif self.received is None:  # the main thread has not come to its handler
                     self._tell(first)
                     if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - first_at > NATIVE_SECONDS:
-                        os._exit(128 + _meaning(first))  # it waits in NCCL for a rank that is gone
+                        os._exit(exit_code(first))  # it waits in NCCL for a rank that is gone
                 continue
             if not (read := os.read(reader, 1)):
                 os.close(reader)
@@ -189,23 +180,25 @@ class Signals:
             elif ranks.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
                 continue  # SLURM sends more while a job is saved and requeued, and has SIGKILL for one that hangs
             elif now - first_at > ECHO_SECONDS:
-                os._exit(128 + _meaning(signum))
+                os._exit(exit_code(signum))
 
     def _look_again(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None and not self._held and not _is_ending(sys.exc_info()[1]):
             self._throw_from(frame)
 
     def _throw_from(self, frame: FrameType | None) -> None:
-        """Raise `Interrupted`, unless the main thread is in code that it would leave half done.
-
-        In that case the thread that asks again brings it a moment later.
-        """
+        """Raise `Interrupted`; a moment later, by the thread, if the main thread is in code that it would tear."""
         if not self._watched or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
             self.throw()
 
 
 def _meaning(signum: int) -> int:
     return signal.SIGTERM if signum in LIKE_SIGTERM else signum
+
+
+def exit_code(signum: int) -> int:
+    """Return the exit code of a process that a signal ends."""
+    return 128 + _meaning(signum)
 
 
 def _leave_terminal() -> None:
@@ -223,7 +216,7 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def _is_ending(handled: BaseException | None) -> bool:
-    """Return whether the main thread is already ending for a signal: the error it handles came from `Interrupted`."""
+    """Return whether the main thread is ending for a signal: the error it handles came from `Interrupted`."""
     while handled is not None:
         if isinstance(handled, Interrupted):
             return True
@@ -247,14 +240,17 @@ _active: Signals | None = None
 
 
 @contextmanager
-def handled() -> Iterator[Signals]:
+def handle_signals() -> Iterator[Signals]:
     """Handle signals in this context, held at first; inside another such context use the same `Signals`.
 
     Off the main thread it does nothing.
     """
     global _active
-    if _active is not None or threading.current_thread() is not threading.main_thread():
-        yield _active if threading.current_thread() is threading.main_thread() and _active else Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield Signals()
+        return
+    if _active is not None:
+        yield _active
         return
     _active = Signals()
     _active.install()
@@ -266,7 +262,7 @@ def handled() -> Iterator[Signals]:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def allow_interrupt() -> Iterator[None]:
     """Declare a wait of the main thread in which nothing is half done: a signal may raise `Interrupted` in it."""
     if _active is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -275,12 +271,12 @@ def interruptible() -> Iterator[None]:
         yield
 
 
-def pending() -> bool:
+def is_pending() -> bool:
     """Return whether a signal was received, so that unneeded work can be skipped."""
-    return received() is not None
+    return get_received() is not None
 
 
-def received() -> int | None:
+def get_received() -> int | None:
     """Return the number of the first signal that was received; None before it."""
     return None if _active is None else _active.received
 
@@ -292,9 +288,6 @@ def hold() -> None:
 
 
 def look() -> None:
-    """Declare a place where the current work can be given up.
-
-    Raises `Interrupted` if a signal was received and this process may give up (`Signals.gives_up`).
-    """
+    """Raise `Interrupted` here if a signal was received and this process may give up its work (`Signals.gives_up`)."""
     if _active is not None and _active.gives_up and _active.received is not None:
         _active.throw()

@@ -1,11 +1,9 @@
 """What SLURM asks of a job that it is about to end: to save, and to be put back into the queue once.
 
-SLURM asks in two ways. `sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to every task 90 seconds before the time limit
-(submitit asks for SIGUSR2). A job that is preempted gets SIGTERM at the start of its grace time, and is not put back by
-SLURM if it ends within that time. Without grace time, SLURM puts it back itself.
-
-Lightning 2.6 has a handler for SIGUSR1, which saves in the middle of any computation. submitit has one for SIGUSR2,
-which leaves there without saving. Ours replace both (`runtime/signals.py`), so nothing else requeues the job.
+`sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to every task 90 seconds before the time limit (submitit asks for
+SIGUSR2). A job that is preempted gets SIGTERM at the start of its grace time, and is not put back by SLURM if it ends
+within that time. Without grace time, SLURM puts it back itself. The handlers of `runtime/signals.py` replace those of
+Lightning and submitit, so nothing else requeues the job.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ def is_submitted_call() -> bool:
 def lasting_name(words: Sequence[str]) -> str | None:
     """Return a name for a run of `words` that has none, the same whenever SLURM starts this batch job again.
 
-    Runs of other words in the same job have other names. None outside of a batch script, where somebody types at a
-    terminal, and in what submitit calls, which is a job of a sweep with a name.
+    None outside of a batch script, and in what submitit calls, which is a job of a sweep with a name.
     """
     if os.environ.get("ENVIRONMENT") != "BATCH" or not job_id() or is_submitted_call() or any(map(os.isatty, range(3))):
         return None
@@ -79,8 +76,8 @@ def leave_the_queue() -> None:
 def ended(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
-    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Nor
-    does a job of a parallel sweep requeue anything. Call it once, when everything is saved.
+    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Call
+    it once, when everything is saved.
     """
     if not is_batch_job() or _left_the_queue or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
@@ -95,10 +92,7 @@ def ended(signum: int) -> Stopped:
 
 
 def is_preempted(job: str) -> bool:
-    """Return whether SLURM says that a job is in the grace time of its preemption. Raises nothing.
-
-    A job that was cancelled, or is over its time, is in another state than these.
-    """
+    """Return whether SLURM says that a job is in the grace time of its preemption. Raises nothing."""
     try:
         said = _scontrol("show", "job", "--oneliner", job)
     except (OSError, ValueError, subprocess.SubprocessError):

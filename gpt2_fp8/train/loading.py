@@ -50,7 +50,7 @@ def train(
         typed: its command line, of which the log makes others; None: it has none of its own, as a job of a sweep.
     """
     here = here or Path.cwd()
-    with signals.handled() as handlers, ExitStack() as held:
+    with signals.handle_signals() as handlers, ExitStack() as held:
         if ranks.is_first_rank() and not config.trainer.fast_dev_run:
             held.enter_context(lock_run(folder))
             if config.ckpt_path is None and (words or typed) and (found := disk.check_untaken(folder)):
@@ -132,7 +132,7 @@ def import_training() -> Callable[[RunConfig, RunEnd], float | None]:
 
 def import_rendezvous() -> ModuleType:
     """Import torch and return `runtime.rendezvous`, for the processes that a launcher has started to meet."""
-    with signals.handled():
+    with signals.handle_signals():
         import_training()
         from gpt2_fp8.runtime import rendezvous
 
@@ -151,7 +151,7 @@ def processes_to_start(config: RunConfig) -> int:
 
 def launch(count: int, words: Sequence[str]) -> int:
     """Run a command line as `count` processes; returns the exit code."""
-    with signals.handled():
+    with signals.handle_signals():
         from gpt2_fp8.runtime.rendezvous import launch
 
     return launch(count, words)
@@ -184,8 +184,8 @@ def say_end(error: RunError | None) -> int:
         met.end_after_rank_zero(error, text)
     elif os.environ.get("TORCHELASTIC_RUN_ID"):
         until = time.monotonic() + AGENT_SECONDS
-        while signals.received() is None and time.monotonic() < until:
+        while signals.get_received() is None and time.monotonic() < until:
             time.sleep(0.1)
-        if signals.received() is None:  # rank 0 was not refused
+        if signals.get_received() is None:  # rank 0 was not refused
             programs.say(f"rank {os.environ.get('RANK')}: {text}")
     return 1 if error is None else error.exit_code

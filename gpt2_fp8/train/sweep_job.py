@@ -70,9 +70,9 @@ def _stopped(stop: Path, parent: int) -> int | None:
 def _wait_for_gpu(on_cpu: bool, stop: Path, parent: int) -> tuple[str, Any]:
     """Return a GPU and its lock, as soon as one is free; "" for a job on the CPU."""
     while (signum := _stopped(stop, parent)) is None:
-        if on_cpu or not gpu_locks.visible():
+        if on_cpu or not gpu_locks.list_gpus():
             return "", nullcontext()
-        if (taken := gpu_locks.take()) is not None:
+        if (taken := gpu_locks.lock_gpu()) is not None:
             return taken
         time.sleep(_LOOK_SECONDS)
     raise JobError("stopped", 128 + signum, f"stopped by signal {signum} before it began")
@@ -108,7 +108,7 @@ def main() -> int:
     programs.begin()
     asked = json.load(sys.stdin)
     slurm.leave_the_queue()
-    with signals.handled() as handlers:
+    with signals.handle_signals() as handlers:
         threading.Thread(target=_end_after, args=[os.getppid()], daemon=True).start()
         try:
             with handlers.at_once():

@@ -133,7 +133,7 @@ def test_off_the_main_thread_signals_are_left_alone():
 
     def body():
         with GracefulStop(save=lambda trainer: None):
-            seen.append((signal.getsignal(signal.SIGTERM), signals.received()))
+            seen.append((signal.getsignal(signal.SIGTERM), signals.get_received()))
 
     thread = threading.Thread(target=body)
     thread.start()

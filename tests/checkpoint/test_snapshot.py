@@ -1,7 +1,6 @@
 """The copy of a run's state. In page-locked memory: tests/gpu/test_snapshot.py."""
 
 import logging
-import threading
 from collections import OrderedDict
 
 import torch
@@ -30,14 +29,6 @@ def test_a_snapshot_writes_what_the_original_would_have_written():
     assert not originals & {tensor.untyped_storage().data_ptr() for tensor in copies.values()}
     assert copied["tied"][0] is copied["tied"][1] is copied["tied"][2][0]
     assert type(copied["ordered"]) is OrderedDict
-
-
-def test_without_a_gpu_nothing_is_locked_and_no_thread_begins():
-    snapshots, before = Snapshots(), threading.active_count()
-    snapshots.prepare({"weights": torch.randn(1000)})
-    assert threading.active_count() == before
-    assert snapshots.take({"weights": torch.ones(3)})["weights"].tolist() == [1.0] * 3
-    snapshots.close()
 
 
 def test_where_no_pages_can_be_locked_one_line_says_so(monkeypatch, caplog):

@@ -1,7 +1,6 @@
 """What ranks know of checkpoints and validations: two trackers, of which one has a writer that writes."""
 
 import errno
-import math
 import threading
 
 import pytest
@@ -120,15 +119,6 @@ def test_a_checkpoint_says_what_is_known_of_validations(tracker, tmp_path):
     assert (restored.validated_step, restored.best) == (8, at(4, 2.0))
     assert restored.pointer(8) == at(8)
     assert not restored.add_validation(12, 2.5, lambda: True)
-
-
-def test_a_pointer_has_the_loss_of_its_own_step_if_it_is_finite(tracker):
-    tracker.add_validation(4, 2.0, lambda: True)
-    assert [tracker.pointer(step).val_loss for step in (4, 5)] == [2.0, None]
-    tracker.add_validation(4, math.inf, lambda: True)
-    assert tracker.pointer(4) == at(4)
-    tracker.reset()
-    assert (tracker.validated_step, tracker.pointer(4).val_loss) == (None, None)
 
 
 def test_a_validation_that_was_done_later_is_not_due(tmp_path):

@@ -10,13 +10,12 @@ import threading
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import durable, files, pointers
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import loading
 from gpt2_fp8.train.loading import lock_run
-from gpt2_fp8.train.trainer import FolderCheckpointIO
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
 
@@ -53,7 +52,6 @@ def trace(monkeypatch, folder):
     wrap(files, "write", lambda path, _: path.name[-1])
     wrap(files, "remove", lambda path: path.name[-1])
     wrap(pointers, "write", lambda _, kind, pointer: f"{kind}={pointer.step}")
-    wrap(durable, "write_json", lambda path, _: path.name)
     return calls
 
 
@@ -68,7 +66,6 @@ def test_written_then_pointed_at_then_superseded_deleted(tmp_path, monkeypatch, 
     writer.note(at(2, 5.0), better=True)
     writer.save(state(3), at(3))
     writer.close()
-    calls = [call for call in calls if not call.startswith("write_json")]
     assert calls == [
         "write 2", "write last=2", "remove 1", "write best=2", "write last=2", "write 3", "write last=3",
     ]  # fmt: skip
@@ -170,17 +167,6 @@ def test_a_fault_of_our_own_is_raised_and_the_thread_lives_on(writer):
     assert writer.outcome.saved_step == 3
     writer.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
-
-
-def test_lightnings_door_writes_or_hands_over(tmp_path):
-    handed, door = [], FolderCheckpointIO()
-    door.save_checkpoint(state(1), tmp_path / "one")
-    door.save_checkpoint(state(1), tmp_path / "two", lambda path, checkpoint: handed.append((path, checkpoint)))
-    assert door.load_checkpoint(tmp_path / "one")["global_step"] == 1
-    assert [path for path, _ in handed] == [tmp_path / "two"]
-    assert not (tmp_path / "two").exists()
-    with pytest.raises(TypeError, match="not callable"):
-        door.save_checkpoint(state(1), tmp_path / "three", {"compression": 9})
 
 
 def test_after_a_step_back_the_best_that_is_written_anew_is_the_best_no_more(tmp_path, caplog):

@@ -72,28 +72,28 @@ def test_jobs_at_a_time_and_their_threads(asked, gpus, at_once, threads, monkeyp
 
 
 def test_each_gpu_is_taken_once_and_given_back():
-    held = [gpu_locks.take({"CUDA_VISIBLE_DEVICES": "0,GPU-8a/b"}) for _ in range(3)]
+    held = [gpu_locks.lock_gpu({"CUDA_VISIBLE_DEVICES": "0,GPU-8a/b"}) for _ in range(3)]
     assert [taken and taken[0] for taken in held] == ["0", "GPU-8a/b", None]
     with held[0][1]:
         pass
-    again = [gpu_locks.take({"CUDA_VISIBLE_DEVICES": "1,0"}) for _ in range(2)]
+    again = [gpu_locks.lock_gpu({"CUDA_VISIBLE_DEVICES": "1,0"}) for _ in range(2)]
     assert [name for name, _ in again] == ["1", "0"]
 
 
 def test_another_process_has_none_of_them_until_it_ends(tmp_path):
     code = (
         "import tempfile, sys; tempfile.tempdir = sys.argv[1]; from gpt2_fp8.runtime import gpu_locks; "
-        "taken = gpu_locks.take(); print(taken[0], flush=True); sys.stdin.read()"
+        "taken = gpu_locks.lock_gpu(); print(taken[0], flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=-1, stdout=-1, text=True, env=environment
     ) as other:
         assert other.stdout.readline() == "0\n"
-        assert gpu_locks.take({"CUDA_VISIBLE_DEVICES": "0"}) is None
+        assert gpu_locks.lock_gpu({"CUDA_VISIBLE_DEVICES": "0"}) is None
         other.kill()
         other.wait()
-    assert gpu_locks.take({"CUDA_VISIBLE_DEVICES": "0"})[0] == "0"
+    assert gpu_locks.lock_gpu({"CUDA_VISIBLE_DEVICES": "0"})[0] == "0"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_which_gpus_there_are(visible, names, tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_locks.visible(environment) == names
+    assert gpu_locks.list_gpus(environment) == names
     if "0" in names:
-        assert gpu_locks.take(environment)[0] == "0"
+        assert gpu_locks.lock_gpu(environment)[0] == "0"
         assert (tmp_path / f"gpt2_fp8-gpus-{os.geteuid()}/GPU-aaa.lock").exists(), "by its UUID"

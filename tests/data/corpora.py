@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from gpt2_fp8.config.data_schema import FilesData
+from gpt2_fp8.config.data_schema import FilesData, MixtureData
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.lane import Batches, Lane, lane_start
+from gpt2_fp8.data.lane import Batches
+from tests.data.token_files_made import ids_config, nano
 
 
 def files_config(train: Any, **changes: Any) -> FilesData:
@@ -47,18 +49,48 @@ def items(made: TokenDataModule, n: int | None = None, *, advance: bool = True) 
 
 def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, Any] | None = None) -> Batches:
     """What rank `rank` of `world` would read of the data of `made`, from the start or from saved lanes."""
-    (stream,) = made.text.streams
-    order = stream.order
-    mine = {
-        i: Lane(
-            i, order, made.text.corpus.train, made.text.pool, made.n_positions, lanes[str(i)] if lanes else lane_start()
-        )
-        for i in made.text.deal.of_rank(rank, world)
-    }  # fmt: skip
-    return Batches(mine, made.text.deal, made.n_positions, rank, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpt2_fp8.data.token_stream.rank_and_world", lambda: (rank, world))
+        patch.setattr(made.text.progress, "lanes", lanes)
+        return made.text.batches(from_start=lanes is None)[1]
 
 
 def write_jsonl(path: Path, texts: list[Any]) -> Path:
     """A line {"text": ...} for each of `texts`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+# ---- mixtures of small corpora whose bytes tell which source a sequence is of ----------------------------------------
+
+
+def mixture(sources: dict[str, Any], weights: dict[str, float] | None = None, seed: int = 7) -> MixtureData:
+    """A mixture of these configurations."""
+    return MixtureData(name="mixture", kind="mixture", seed=seed, weights=weights, sources=sources)
+
+
+def letters(folder: Path, letter: str, files: int, **changes: Any) -> Any:
+    """A source of `files` files of five documents, each of one letter and its own number of them."""
+    folder = folder / letter
+    folder.mkdir(exist_ok=True)
+    for i in range(files):
+        write_jsonl(folder / f"{i:02d}.jsonl", [letter * (3 + 7 * i + j) for j in range(5)])
+    return files_config(folder / "*.jsonl", **changes)
+
+
+def three(tmp_path: Path, workers: int = 0, **changes: Any) -> MixtureData:
+    """`a` of 40 units and two lanes, `b` of one unit, and `c` of token ids, in unequal shares."""
+    rng = np.random.default_rng(3)
+    path = nano(tmp_path / "c.bin", np.where(rng.random(900) < 0.01, 256, ord("c")))
+    sources = {
+        "a": letters(tmp_path, "a", 40, num_workers=workers),
+        "b": letters(tmp_path, "b", 1),
+        "c": ids_config(path, seed=1),
+    }
+    return mixture(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, **changes)
+
+
+def sources_of(ids: np.ndarray) -> np.ndarray:
+    """Which letter each sequence is of."""
+    assert all(len(set(row[row < 256].tolist())) == 1 for row in ids), "a sequence is of one source"
+    return np.array([chr(row[row < 256][0]) for row in ids])

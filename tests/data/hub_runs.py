@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.order import Order, Turns, lane_count
-from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit
+from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.hub import Hub
 
 ROOT = Path(__file__).parents[2]
@@ -89,22 +88,10 @@ class Client:
 
 def expected(units: list[list[str]], steps: int = 30) -> str:
     """The sha of the ids when the same units are read with no hub at all."""
-    import hashlib
-
-    class Local:
-        def ask(self, unit: Any) -> Any:
-            return unit
-
-        def take(self, unit: Any) -> TokenisedUnit:
-            parts = [np.frombuffer(text.encode() + b"\0", np.uint8).astype(np.uint16) for text in unit]
-            tokens = np.concatenate(parts)
-            tokens[tokens == 0] = 256
-            return TokenisedUnit(tokens, np.cumsum([len(part) for part in parts]), DocumentCounts(), "")
-
-    order = Order(7, len(units), lane_count(8, len(units)))
-    lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]
-    batches = Batches(lanes, Turns(order.lanes, 8), 16, 0, 1)
-    return hashlib.sha256(b"".join(batches.next().tobytes() for _ in range(steps))).hexdigest()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [write_jsonl(Path(folder, f"{i:03d}.jsonl"), texts) for i, texts in enumerate(units)]
+        ids = items(module(files_config(paths), max_steps=steps))
+    return hashlib.sha256(b"".join(batch.tobytes() for batch in ids)).hexdigest()
 
 
 def web_units(files: int) -> list[list[str]]:

@@ -18,7 +18,8 @@ import pytest
 from gpt2_fp8.config.errors import UserError
 from tests.data.corpora import files_config, items, module
 from tests.data.hub import Hub
-from tests.data.hub_runs import Client
+from tests.data.hub_runs import PAJAMA, WEB, Client, expected, web_units
+from tests.data.hub_runs import TEXTS as HUB_TEXTS
 
 pytestmark = pytest.mark.whole
 
@@ -157,3 +158,34 @@ def test_a_row_group_takes_one_request_and_its_own_bytes(hub: Hub, client: Clien
     assert len(asked) <= 2 + units + 3  # footers, also in a worker, which reads a unit ahead
     assert len(hub.requests) - len(asked) <= 5
     assert hub.sent < (units + 1.5) * len(out.getvalue()) / 20 + 1_000_000
+
+
+# ---- the way to the hub ----------------------------------------------------------------------------------------------
+
+
+def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) -> None:
+    answer = client.ask({**WEB, "val_sequences": 12})
+    assert answer["sha"] == expected(web_units(3))
+    assert answer["report"]["units"] == 27
+    assert answer["report"]["source"]["commit"] == hub.commit("Org/web")
+    assert answer["val"] == 12
+    assert answer["report"]["reading"]["retries"] == 0
+
+
+def test_compressed_lines_through_workers(client: Client) -> None:
+    answer = client.ask({**PAJAMA, "num_workers": 1})
+    assert answer["sha"] == expected(HUB_TEXTS)
+    assert answer["workers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"revision": "v9"}, "data.revision"), ({"train_files": ["*.parquet"]}, "data.train_files")]
+)
+def test_what_the_user_can_mend_is_said_at_once(hub: Hub, client: Client, changes: dict[str, Any], said: str) -> None:
+    before = len(hub.requests)
+    answer = client.ask({**WEB, **changes})
+    assert answer["error"] == "UserError"
+    assert said in answer["message"]
+    assert not answer["waits"]
+    if "revision" in changes:
+        assert len(hub.requests) == before + 1, "a second attempt would find it no more"

@@ -12,8 +12,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.preparation import Job, Preparation, tokens_a_pass
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.workers import UnitPool
-from tests.data.corpora import files_config, items, module, write_jsonl
-from tests.data.mixtures import three
+from tests.data.corpora import files_config, items, module, three, write_jsonl
 
 N, SIZE = 16, 8  # tokens of context, sequences of a step
 

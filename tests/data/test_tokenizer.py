@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext import openai_public
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.tokenizer import GPT2_FILES, TextStream, encode, load_file, load_tokenizer
@@ -27,8 +31,6 @@ def test_bytes_round_trip() -> None:
 
 
 def test_missing_vocabulary_is_said_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in GPT2_FILES:
-        (tmp_path / name).write_bytes(b"other")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     for name, value in {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}.items():
         monkeypatch.setenv(name, value)
@@ -40,7 +42,17 @@ def test_missing_vocabulary_is_said_soon(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - start < 15
     assert "TIKTOKEN_CACHE_DIR" in str(told.value)
     assert all(name in str(told.value) for name in GPT2_FILES)
-    assert all((tmp_path / name).read_bytes() == b"other" for name in GPT2_FILES), "left as it is"
+
+
+def test_tiktoken_keeps_the_vocabulary_under_the_names_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tiktoken.load.read_file", str.encode)
+    for url in GPT2_FILES.values():
+        tiktoken.load.read_file_cached(url, hashlib.sha256(url.encode()).hexdigest())
+        assert url in inspect.getsource(openai_public.gpt2)
+    assert {path.name for path in tmp_path.iterdir()} == set(GPT2_FILES)
 
 
 # ---- text piece by piece: in whole characters, and in all the text of all ids ----------------------------------------

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_file, load_tokenizer
-from tests.data.tokenizers_made import KINDS, RANKS, write_json, write_ranks, write_trained
+from tests.data.tokenizers_made import KINDS, RANKS, write_ranks, write_trained
 
 # GPT-2's (Radford et al. 2019, encoder.py)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -50,6 +50,7 @@ def both(request, tmp_path_factory):
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.text(alphabet=st.one_of(st.sampled_from("abche in12'\n\t日é"), st.characters(codec="utf-8"))))
 def test_ids_are_those_of_training(both, drawn):
+    assume("<|" not in drawn)  # theirs takes the name of a special token for the token
     ours, theirs = both
     for text in (drawn, *TEXTS):
         ids = ours.encode_ordinary(text)
@@ -78,17 +79,6 @@ def test_a_file_of_ones_own_gives_the_ids_of_training(tmp_path: Path, kind):
         assert theirs.decode(ids) == ours.decode(ids)
     assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", ours.eot_token)
     assert (theirs.bos_token_id, theirs.model_max_length, len(theirs)) == (ours.eot_token, 64, ours.n_vocab)
-
-
-@pytest.mark.parametrize("eos", ["</s>", None])
-def test_what_ends_a_text_is_what_ended_documents(tmp_path: Path, eos):
-    ends = "</s>" if eos else "<|endoftext|>"
-    folder = write_json(tmp_path / "t", ["?", "a", "b"], ["<s>", ends], eos)
-    if eos is None:
-        (folder / "tokenizer_config.json").write_text("{")
-    said = json.loads(tokenizer_export.files_of(str(folder), 64)["tokenizer_config.json"])
-    assert said["eos_token"] == said["bos_token"] == ends
-    assert load_file(str(folder)).eot_token == 4
 
 
 def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):

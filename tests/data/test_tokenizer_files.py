@@ -69,23 +69,16 @@ def test_a_file_decides_ids_separator_and_fingerprint(tmp_path: Path) -> None:
     assert fingerprint(again) == fingerprint(found["one"]), "the content decides, not its place"
 
 
-def test_a_document_cannot_end_itself_and_has_no_token_added(tmp_path: Path) -> None:
-    folder = write_json(tmp_path / "a", WORDS, ["</s>"], "</s>")
-    content = json.loads((folder / "tokenizer.json").read_bytes())
-    begin = {"SpecialToken": {"id": "</s>", "type_id": 0}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"</s>": {"id": "</s>", "ids": [5], "tokens": ["</s>"]}},
-    }  # fmt: skip
-    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    made = tokenise(["a b</s>c .", "b"], Unit("u", "a.txt", 0, 1), load_file(str(folder)), DocumentCounts())
-    assert made.tokens.tolist() == [1, 2, 0, 0, 0, 3, 4, 5, 2, 5], "`</s>` in a text is three unknown words"
-    assert made.tokens.dtype == np.uint16
-
-
 CODE = "\n".join(Path(module.__file__ or "").read_text() for module in (json, importlib.util, json.decoder)) * 4
+
+
+def test_a_document_cannot_end_itself_and_has_no_token_added(tmp_path: Path) -> None:
+    """Whatever the file says of tokens at the begin, of truncation and of padding."""
+    tokenizer, text = load_file(str(write_trained(tmp_path, "bytes", CODE))), "a b<|endoftext|>c, of ten tokens or more"
+    made = tokenise([text, "b"], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
+    assert made.tokens.tolist().count(tokenizer.eot_token) == 2
+    assert tokenizer.decode(made.tokens[: made.ends[0] - 1].tolist()) == text
+    assert made.tokens.dtype == np.uint16
 
 
 @pytest.mark.parametrize("kind", ["llama", "unigram", "bytes, with a blank in front"])

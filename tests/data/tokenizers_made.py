@@ -25,20 +25,13 @@ def write_ranks(path: Path, ranks: list[bytes] = RANKS) -> Path:
 def write_json(folder: Path, words: list[str], special: list[str], eos: Any = None) -> Path:
     """Write a `tokenizer.json` that knows `words` between blanks, then the special tokens; and what says its end."""
     folder.mkdir(parents=True, exist_ok=True)
-    added = [
-        {"id": len(words) + i, "content": token, "special": True} | dict.fromkeys(_FLAGS, False)
-        for i, token in enumerate(special)
-    ]
-    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": words[0]}
-    rest = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    text = {"version": "1.0", **rest, "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(text))
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
     if eos is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     return folder
-
-
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def write_trained(folder: Path, kind: str, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""Faults 55 to 63 and 129: text that is broken, empty, enormous or too little; and files that are damaged or odd."""
+"""Faults 55 to 63: text that is broken, empty, enormous or too little; and files that are damaged or odd."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import formats, reader
+from gpt2_fp8.data import formats
 from gpt2_fp8.data.units import MAX_BROKEN, DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
 
@@ -155,8 +155,6 @@ def test_damage_anywhere_in_a_file_is_read_or_refused(tmp_path: Path, kind: str)
         ('{"text": "T", "n": [NaN, Infinity, 1e999999]}', "T"),
         ('{"text": "\\u0000T\\ufeff"}', "\0T\ufeff"),
         ('  {"text": "T"}\t\r', "T"),
-        ('{"text": "T"}, ', None),
-        ("{'text': 'T'}", None),
         ('{"a":' * 20_000 + "1" + "}" * 20_000, None),
         ('{"text": "T', None),
     ],
@@ -183,19 +181,3 @@ def test_cuts_are_the_same_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wanted |= {next(s for s in starts if s >= at) for at in range(100, len(content) - 50, 100)}
     units: list[Unit] = formats.cut_units(path)
     assert [unit.start for unit in units] + [len(content)] == sorted(wanted)
-
-
-class Strange:
-    """A tokenizer that gives an id which it has not."""
-
-    name, eot_token, n_vocab = "strange", 256, 257
-
-    def encode_to_numpy(self, text: str, disallowed_special: Any) -> Any:
-        return np.array([65, 60000, 66], dtype=np.uint32)
-
-
-def test_129_an_id_that_the_tokenizer_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["some words of a document"] * 40)
-    monkeypatch.setattr(reader, "load_tokenizer", lambda name: Strange())
-    with pytest.raises(UserError, match=r"a\.jsonl.* the id 60000 of a vocabulary of 257\n +fix: "):
-        module(files_config(path))

@@ -113,7 +113,7 @@ def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_c
     def interrupted(self):
         for item in items(self):
             if item["cursor"]["step"] == 9:
-                with signals.interruptible():
+                with signals.allow_interrupt():
                     os.kill(os.getpid(), signal.SIGTERM)
             yield item
 

@@ -12,17 +12,9 @@ from gpt2_fp8.config.errors import UserError
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.runs import train
 
+pytestmark = pytest.mark.whole
+
 CHANGED = "the text changed under this run"
-
-
-@pytest.fixture
-def many_units(tmp_path: Path) -> Path:
-    """70 files, each with 5 documents of its own."""
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(70):
-        write_jsonl(folder / f"{i:02d}.jsonl", [f"<{i}.{j}>" + "x" * (7 * (i + j) % 60) for j in range(5)])
-    return folder / "*.jsonl"
 
 
 def change(path: Path) -> None:
