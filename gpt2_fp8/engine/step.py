@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.fp8.base import LossOf
-from gpt2_fp8.model import penalty as penalties
+from gpt2_fp8.model.loss import loss_parts, trained_loss
 from gpt2_fp8.runtime import collectives, signals
 from gpt2_fp8.runtime.moments import Gap, Sent
 
@@ -57,7 +57,7 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the mean loss over `ids` to the parameters' `.grad`, one micro-batch after the other.
 
-    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.penalty`
+    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.loss`
     says. `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch. It is called
     inside `forward_context`; `backward` is called outside of it. There is no collective here: see `engine.exchange`. In
     a single process, a signal ends it between two passes.
@@ -68,7 +68,7 @@ def accumulate(
         with forward_context():
             loss = loss_of(part, i == 0, len(part) / len(ids))
         signals.look()
-        backward(penalties.trained(loss))
+        backward(trained_loss(loss))
         total = total + loss.detach()
     return total
 
@@ -92,7 +92,7 @@ def update(
     grad_norm = exchange.clip(max_grad_norm)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     # Before the update: the host learns it while the device still computes that.
-    seen = _agreed(*penalties.parts(loss), grad_norm, absurd)
+    seen = _agreed(*loss_parts(loss), grad_norm, absurd)
     sent = Sent(torch.cat([seen[:3], torch.stack([grad_norm, clip_ratio]).float(), seen[3:]]))
     skip_where(optimizer, seen[0].clamp(max=1.0))
     apply()

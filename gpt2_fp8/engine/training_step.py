@@ -25,8 +25,8 @@ from gpt2_fp8.engine.optim import build_optimizer, build_schedule, state_like
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.model.loss import loss_parts
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap
 from gpt2_fp8.runtime.signals import Interrupted
@@ -148,7 +148,7 @@ class TrainingStep:
             attempt = self.attempts.make(ids, done_steps, first=self._last is None, gap=self._gap)
         result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
-        return penalties.parts(attempt.loss)[0]
+        return loss_parts(attempt.loss)[0]
 
     def _take_back(self) -> None:
         """Leave gradients, scales and random numbers as they were before the attempt that is ahead, if there is one."""

@@ -154,7 +154,7 @@ class Backend(ABC):
     ) -> Tensor:  # fmt: skip
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside
+        With gradients, the run's penalties are part of it, and with any it is [3]: see `model.loss`. Call it inside
         `forward_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
         and `torch.compile` makes one graph instead of three.
         """

@@ -26,9 +26,8 @@ from gpt2_fp8.fp8.base import Backend, twin_of
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor, fp8_tensors
 from gpt2_fp8.layers.block import put_product
 from gpt2_fp8.layers.fp8_cast import scale_of
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.model.loss import loss_of
+from gpt2_fp8.model.loss import loss_of, trained_loss
 
 Observe = Callable[[str, str, Tensor], None]
 Recipe = Literal["delayed", "current", "rowwise", "block", "mxfp8"]
@@ -94,7 +93,7 @@ class SampledPass:
         finally:
             hook.remove()
         # Of the start of the residual stream alone: no parameter's gradient is computed, or touched.
-        torch.autograd.grad(penalties.trained(loss), start[0])
+        torch.autograd.grad(trained_loss(loss), start[0])
 
     def _built(self) -> GPT2:
         if self._twin is None:
