@@ -26,7 +26,7 @@ class Attempt(NamedTuple):
 
     ids: Tensor
     loss: Tensor  # float32 on the device: see `step.accumulate`
-    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.state.absurd`
+    amax_outliers: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.scaling`
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches
@@ -82,7 +82,7 @@ class Attempts:
         gradients, and random numbers and scales as they were.
         """
         random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
-        undo, absurd = _nothing, None
+        undo, outliers = _nothing, None
         self.computing = True
         try:
             if self.plan.fp8 and not self.in_fp8(done):
@@ -93,14 +93,14 @@ class Attempts:
                 self.find_scales(ids)
                 undo = self.scaling.remember()
                 loss = self.in_own_precision(ids, undo)
-                absurd = self.scaling.absurd(self.parts)
+                outliers = self.scaling.count_amax_outliers(self.parts)
         except BaseException:
             self._discard(undo)
             rng.restore_torch(random)
             raise
         finally:
             self.computing = False
-        return Attempt(ids, loss, absurd, random, undo, self.parts, gap)
+        return Attempt(ids, loss, outliers, random, undo, self.parts, gap)
 
     def in_own_precision(self, ids: Tensor, undo: Undo) -> Tensor:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective. `undo`: see `Attempt`."""

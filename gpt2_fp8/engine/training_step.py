@@ -146,7 +146,7 @@ class TrainingStep:
         attempt, self._ahead = self._ahead, None
         if attempt is None:
             attempt = self.attempts.make(ids, done_steps, first=self._last is None, gap=self._gap)
-        result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
+        result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.amax_outliers)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
         return loss_parts(attempt.loss)[0]
 
@@ -180,7 +180,7 @@ class TrainingStep:
         attempt, result, done = self._unsettled
         verdict = result.read()
         again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
-        if again or verdict.absurd:
+        if again or verdict.amax_outliers:
             self._take_back()
         if again:
             try:
@@ -190,7 +190,7 @@ class TrainingStep:
                 rng.restore_torch(attempt.random)
                 self.on_given_up()
                 raise
-        elif verdict.absurd:
+        elif verdict.amax_outliers:
             self.scaling.limit(attempt.parts)
         self._unsettled, self._last = None, result
         self.attempts.settled(self.schedule.last_epoch)
@@ -207,9 +207,9 @@ class TrainingStep:
         return replace(self._update(attempt, loss, self.optimizer.step), first=first)
 
     def _update(
-        self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None
+        self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], outliers: Tensor | None = None
     ) -> StepResult:
-        result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, absurd)
+        result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, outliers)
         self.attempts.gaps.step_ended(attempt.ids.device)
         return replace(result, gap=attempt.gap)
 

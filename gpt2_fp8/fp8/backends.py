@@ -22,7 +22,6 @@ from gpt2_fp8.config.schema import (
 )
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
 from gpt2_fp8.fp8.recipes import build_recipe, delayed_scaling, float8_config, formats, region, weight_dtype
-from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.fp8.support import (
     has_fp8_conversion,
     why_no_torchao,
@@ -49,6 +48,10 @@ class Reference(Backend):
         super().__init__(config, ran, device)
         self.compiled = compiles_plain(config, device)
         self.recorded = self.compiled and device == "cuda" and config.compile_mode == "reduce-overhead"
+
+    @override
+    def own_recipe(self, auto: AutoRecipe) -> None:
+        return None
 
     @classmethod
     @override
@@ -108,11 +111,6 @@ class Torchao(Backend):
         return super().loss(model, ids, None, scale, targets)
 
     @override
-    def scaling(self, model: GPT2) -> FP8Scaling:
-        """See `Backend`. No scale outlives its product."""
-        return FP8Scaling.of_nothing()
-
-    @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""
         auto = self.config.precision.backend == "auto"
@@ -136,10 +134,6 @@ class Emulated(Backend):
         super().__init__(config, ran, device)
         able = device == "cuda" and has_fp8_conversion()
         self.compiled = able if config.compile == "auto" else config.compile
-
-    @override
-    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
-        return auto.delayed
 
     @classmethod
     @override

@@ -19,13 +19,14 @@ from gpt2_fp8.config import data_schema, tokenizer_file
 from gpt2_fp8.config.backend_support import ON_A_GPU
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, FP8PrecisionConfig, Recompute, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers import reference, sdpa
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
+from gpt2_fp8.runtime import collectives
 
 Device = Literal["cuda", "cpu"]
 Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
@@ -56,7 +57,7 @@ class Backend(ABC):
 
     def own_recipe(self, auto: AutoRecipe) -> Recipe | None:
         """Return the recipe of a run that names none; None if nothing is scaled."""
-        return None
+        return auto.delayed
 
     @classmethod
     @abstractmethod
@@ -181,7 +182,11 @@ class Backend(ABC):
         """Return the owner of the model's FP8 scales."""
         if not self.fp8:
             return FP8Scaling.of_nothing()
-        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+        settings = None
+        if isinstance(self.recipe, DelayedRecipe):
+            settings = f"{self.precision.name}, {self.recipe}, {sorted(self.keep_bf16)}, {self.name}"
+        share = self.config.global_batch_size // collectives.rank_and_world()[1]
+        return FP8Scaling(model, settings, share, self.forward_context)
 
     @contextmanager
     def forward_context(self, fp8: bool = True) -> Iterator[None]:

@@ -8,7 +8,7 @@ from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
-from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, DelayedRecipe, RunConfig
 from gpt2_fp8.fp8.base import Backend, Device, Ran
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.support import why_no_hopper, why_no_transformer_engine
@@ -30,10 +30,6 @@ class Fused(Backend):
         super().__init__(config, ran, device)
         small = config.micro_batch * config.model.n_positions <= SMALL_TOKENS
         self.graphs = small if config.cuda_graphs == "auto" else config.cuda_graphs
-
-    @override
-    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
-        return auto.delayed
 
     @classmethod
     @override
