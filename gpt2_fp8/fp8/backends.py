@@ -21,14 +21,8 @@ from gpt2_fp8.config.schema import (
     StatelessRecipe,
 )
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.recipes import build_recipe, delayed_scaling, float8_config, formats, region, weight_dtype
-from gpt2_fp8.fp8.support import (
-    has_fp8_conversion,
-    why_no_torchao,
-    why_no_transformer_engine,
-    why_not_rowwise,
-    why_not_te_fp8,
-)
+from gpt2_fp8.fp8.recipes import build_recipe, emulation, float8_config, region
+from gpt2_fp8.fp8.support import has_fp8_conversion, why_no_torchao, why_no_transformer_engine, why_not_te_fp8
 from gpt2_fp8.layers import emulated, reference, te
 from gpt2_fp8.layers.block import Composed, WithProducts
 from gpt2_fp8.model.gpt2 import GPT2
@@ -92,14 +86,15 @@ class Torchao(Backend):
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        rowwise = why_not_rowwise() if config.recipe.name == "rowwise" else None
-        return backend_support.why_not_torchao(config) or why_no_torchao() or rowwise
+        return backend_support.why_not_torchao(config) or why_no_torchao()
 
     @override
     def family(self) -> Composed:
         assert self.recipe is not None
         configs = (float8_config(self.precision, self.recipe.name, head, self.emulate) for head in (False, True))
-        block, head = (Float8Product(config, weight_dtype(self.precision)) for config in configs)
+        # a backward in bfloat16 multiplies with the weight itself
+        dtype = torch.bfloat16 if self.precision.backward == "bf16" else None
+        block, head = (Float8Product(config, dtype) for config in configs)
         return WithProducts(block, head, self.recompute, self.kernel)
 
     @override
@@ -149,14 +144,8 @@ class Emulated(Backend):
 
     @override
     def family(self) -> Composed:
-        precision, recipe = self.precision, self.recipe
-        assert recipe is not None
-        assert recipe.name != "mxfp8"
-        assert recipe.name != "rowwise"
-        assert recipe.name != "registered"
-        how = emulated.Emulation(recipe.name, *formats(precision), precision.backward)
-        delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
-        return emulated.Emulated(how, delayed, self.recompute, self.kernel)
+        assert self.recipe is not None
+        return emulated.Emulated(*emulation(self.precision, self.recipe), self.recompute, self.kernel)
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:

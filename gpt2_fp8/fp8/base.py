@@ -40,6 +40,8 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
+        fp8: whether GEMMs run in FP8.
+        recompute: what is computed again in the backward.
         graphs: whether this run's micro-batches are recorded and replayed.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
@@ -53,6 +55,7 @@ class Backend(ABC):
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
         self.compiled = self.graphs = False
+        self.fp8, self.recompute = ran.startswith("fp8"), config.activation_checkpointing
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
     def own_recipe(self, auto: AutoRecipe) -> Recipe | None:
@@ -76,11 +79,6 @@ class Backend(ABC):
         """
 
     @property
-    def fp8(self) -> bool:
-        """Whether GEMMs run in FP8."""
-        return self.ran.startswith("fp8")
-
-    @property
     def precision(self) -> FP8PrecisionConfig:
         """The settings of a run whose precision is FP8."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
@@ -90,11 +88,6 @@ class Backend(ABC):
     def keep_bf16(self) -> list[str]:
         """Names of the layers whose GEMMs stay in bf16."""
         return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
-
-    @property
-    def recompute(self) -> Recompute:
-        """What is computed again in the backward."""
-        return self.config.activation_checkpointing
 
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
         """Return why these layers cannot take a kernel of attention on this machine; None if they can."""

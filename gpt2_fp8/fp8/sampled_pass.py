@@ -52,7 +52,7 @@ class SampledPass:
             (tensor.layer, tensor.kind): tensor for tensor in self.tensors
         }
         self._twin: GPT2 | None = None
-        self._observe: Observe = _nothing
+        self._observe: Observe  # of the pass under way
 
     def __call__(
         self, ids: Tensor, share: int, micro_batch: int, scales: Mapping[FP8Tensor, Tensor]
@@ -77,11 +77,8 @@ class SampledPass:
                 found[tensor] = figures(x, tensor.dtype, self.recipe, given.get(tensor))
 
         self._observe = observe
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._go(ids, len(ids) / share)
-        finally:
-            self._observe = _nothing
+        with torch.inference_mode(False), torch.enable_grad():
+            self._go(ids, len(ids) / share)
         return found
 
     def _go(self, ids: Tensor, scale: float) -> None:
@@ -116,10 +113,6 @@ class SampledPass:
             return y
 
         return product
-
-
-def _nothing(layer: str, kind: str, x: Tensor) -> None:
-    """Observe nothing."""
 
 
 @torch.no_grad()

@@ -38,11 +38,6 @@ def why_no_torchao() -> str | None:
     return why_no_fp8_units() or torchao.why_not()
 
 
-def why_not_rowwise() -> str | None:
-    """Return why the GPU cannot do FP8 products with a scale a row; None if it can."""
-    return _too_old("recipe=rowwise", ROWWISE_CAPABILITY)
-
-
 def _why_no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
@@ -83,7 +78,7 @@ def _does_not_load(error: Exception) -> str:
 def why_not_recipe(name: str) -> str | None:
     """Return why this machine, which can do FP8, cannot do a scaling recipe; None if it can."""
     if name == "rowwise":
-        return why_no_torchao() or why_not_rowwise()
+        return why_no_torchao() or _too_old("recipe=rowwise", ROWWISE_CAPABILITY)
     if name in ("auto", "current"):
         return None
     if reason := why_not_te_fp8():
