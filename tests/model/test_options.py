@@ -79,7 +79,7 @@ def test_parameters_are_counted_and_named(name):
     config = configured(name)
     model = build(config)
     built = {parameter: tuple(p.shape) for parameter, p in model.named_parameters()}
-    assert built == {p.name: p.shape for p in parameters(block_spec(config), config.n_layer, config.n_positions, ROWS)}
+    assert built == {p.name: p.shape for p in parameters(config, ROWS)}
     assert sum(p.numel() for p in model.parameters()) == parameter_count(config, ROWS)
     other = build(config, seed=2)
     other.load_state_dict(model.state_dict())
@@ -103,7 +103,7 @@ def test_flops_are_those_that_torch_counts(name):
 @every_option
 def test_initial_values_are_stated(name):
     config = configured(name)
-    roles = {p.name: p.role for p in parameters(block_spec(config), config.n_layer, config.n_positions, ROWS)}
+    roles = {p.name: p.role for p in parameters(config, ROWS)}
     residual = 0.02 / math.sqrt(2 * config.n_layer) if config.depth_scaled_init else 0.02
     for parameter, p in build(config).named_parameters():
         if roles[parameter] in ("norm", "bias"):

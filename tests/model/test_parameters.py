@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
 from gpt2_fp8.model.parameters import parameter_count, parameters
 from tests.common import CONFIG, VOCAB, build
@@ -58,7 +57,7 @@ def on_meta():
 
 
 def test_gpt2s_names_and_shapes_are_those_of_its_checkpoints(configs, on_meta):
-    described = {p.name: p.shape for p in parameters(block_spec(configs["gpt2"]), 12, 1024, 50304)}
+    described = {p.name: p.shape for p in parameters(configs["gpt2"], 50304)}
     assert described == GPT2_124M
     for family in FAMILIES:
         state = on_meta(configs["gpt2"], family, 50257).state_dict()
@@ -71,7 +70,7 @@ def test_every_set_of_layers_has_what_is_described(configs, on_meta, model, fami
     config = replace(configs[model], bias=bias)
     rows = padded_vocabulary(50257)
     built = {name: tuple(p.shape) for name, p in on_meta(config, family, 50257).named_parameters()}
-    described = list(parameters(block_spec(config), config.n_layer, config.n_positions, rows))
+    described = list(parameters(config, rows))
     assert built == {p.name: p.shape for p in described}
     assert len(described) == len(built)
     assert sum(map(math.prod, built.values())) == parameter_count(config, rows) == sum(p.numel for p in described)
