@@ -82,7 +82,8 @@ class Attempts:
         gradients, and random numbers and scales as they were.
         """
         random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
-        undo, outliers = _nothing, None
+        undo: Undo = lambda: None  # noqa: E731
+        outliers = None
         self.computing = True
         try:
             if self.plan.fp8 and not self.in_fp8(done):
@@ -210,7 +211,3 @@ class Attempts:
             self.training.proven = True
             if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
                 self._in_bf16 = Fitting(in_bf16, IN_BF16, self._share)
-
-
-def _nothing() -> None:
-    """Put nothing back."""

@@ -138,11 +138,6 @@ class MuonAdamW(Optimizer):
         super().__init__([*adamw.param_groups, {"params": list(matrices), **settings}], {})
         self._adamw, self._rows = adamw, dict(rows)
 
-    @property
-    def matrices(self) -> list[Tensor]:
-        """The parameters that Muon updates."""
-        return list(self.param_groups[-1]["params"])
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""

@@ -74,10 +74,6 @@ class SmallAdamW(Optimizer):
         super().__init__(groups, {})
         self._keys = dict(keys)
 
-    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first update, on its device."""
-        return {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
@@ -87,10 +83,10 @@ class SmallAdamW(Optimizer):
                 self._update(group, parameters)
         return loss
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter] = self.new_state(parameter)
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter)
         on_cuda, skip = parameters[0].is_cuda, skips_where(self)
         if not on_cuda and skip is not None and skip.item():  # on a CPU nothing is waited for
             return
@@ -99,14 +95,15 @@ class SmallAdamW(Optimizer):
         rows = _rows(steps, group["lr"], group["betas"])
         (beta1, beta2), decay = group["betas"], 1 - group["lr"] * group["weight_decay"]
         for parameter, row in zip(parameters, rows, strict=True):
-            state, keys = self.state[parameter], self._keys[parameter]
+            assert parameter.is_contiguous()
+            gradient, state, keys = parameter.grad.contiguous(), self.state[parameter], self._keys[parameter]
             scalars = Scalars(decay, beta1, beta2, group["eps"], row)
             if on_cuda:
                 from gpt2_fp8.kernels.adamw import update
 
-                update(parameter, _gradient(parameter), state, keys, scalars, skip)
+                update(parameter, gradient, state, keys, scalars, skip)
             else:
-                update_plain(parameter, _gradient(parameter), state, keys, scalars)
+                update_plain(parameter, gradient, state, keys, scalars)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state. torch's own would make every moment float32."""
@@ -156,12 +153,6 @@ def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Ten
     t = torch.stack(list(steps)).double()
     sizes, roots = lr / (1 - betas[0] ** t), (1 - betas[1] ** t).sqrt()
     return torch.stack([sizes, roots, t, torch.zeros_like(t)], 1).float()
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    assert parameter.is_contiguous()
-    return parameter.grad.contiguous()
 
 
 def mixed(x: int) -> int:

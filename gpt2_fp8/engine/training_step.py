@@ -92,7 +92,7 @@ class TrainingStep:
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
-        self.on_given_up: Callable[[], object] = _nothing
+        self.on_given_up: Callable[[], object] = lambda: None
         self._unsettled: _Unsettled | None = None
         self._ahead: Attempt | None = None  # at the next step, while the last one is being settled
         self._gap: Gap | None = None  # before an attempt that was taken back
@@ -147,7 +147,7 @@ class TrainingStep:
         if attempt is None:
             attempt = self.attempts.make(ids, done_steps, first=self._last is None, gap=self._gap)
         result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.amax_outliers)
-        self._unsettled = _Unsettled(attempt, result, done or _nothing)
+        self._unsettled = _Unsettled(attempt, result, done or (lambda: None))
         return loss_parts(attempt.loss)[0]
 
     def _take_back(self) -> None:
@@ -260,7 +260,3 @@ class TrainingStep:
         self.scaling.load_state_dict(saved.get("scaling", {}))
         self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -88,33 +88,23 @@ def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
     missing, n_embd = nvrtc.missing() is not None, spec.n_embd
-    gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
+    why_no_gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
+    gelu = _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu or missing else "inside its GEMMs"
+    # Training's logits. Those of an evaluation are in bfloat16, and stored.
+    why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
+    if missing or why_no_statistics:
+        logits = _because("without their statistics", why_no_statistics)
+    elif why_stored := product.why_logits(rows, padded_vocab_size, n_embd):
+        logits = _because("with their statistics", why_stored)
+    else:
+        logits = "never in memory"
     if missing or n_embd > nvrtc.WIDEST_COLUMNS:
         norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {nvrtc.WIDEST_COLUMNS:,})")
     else:
         norm = "in CUDA C++, over rows"
-    return {
-        "gelu": _describe_product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
-        "logits": _describe_logits(rows, padded_vocab_size, n_embd, missing),
-        "normalisation": norm,
-        "casts": f"in {'Triton' if missing else 'CUDA C++'}",
-    }
+    casts = f"in {'Triton' if missing else 'CUDA C++'}"
+    return {"gelu": gelu, "logits": logits, "normalisation": norm, "casts": casts}
 
 
-def _describe_logits(rows: int, padded_vocab_size: int, n_embd: int, missing: bool) -> str:
-    """Describe training's logits. Those of an evaluation are in bfloat16, and stored."""
-    why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
-    if missing or why_no_statistics:
-        return _with_reason("without their statistics", why_no_statistics)
-    why_stored = product.why_logits(rows, padded_vocab_size, n_embd)
-    return _describe_product("never in memory", "with their statistics", why_stored, missing)
-
-
-def _describe_product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:
-    if why_not is None and not missing:
-        return fused
-    return _with_reason(otherwise, why_not)
-
-
-def _with_reason(what: str, why: str | None) -> str:
+def _because(what: str, why: str | None) -> str:
     return what + (f" ({why})" if why else "")
