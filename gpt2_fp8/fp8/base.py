@@ -44,12 +44,14 @@ class Backend(ABC):
         recompute: what is computed again in the backward.
         graphs: whether this run's micro-batches are recorded and replayed.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
+        keeps_weights: whether weights in FP8 are kept from one micro-batch of a step to the next.
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
             None if nothing is scaled.
     """
 
     name: ClassVar[str]
     fused_loss: ClassVar[bool] = True
+    keeps_weights: ClassVar[bool] = True
     compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
@@ -63,9 +65,9 @@ class Backend(ABC):
         return auto.delayed
 
     @classmethod
-    @abstractmethod
     def why_not(cls, config: RunConfig) -> str | None:
         """Return why it cannot compute `config` on this machine; None if it can. The machine can do the precision."""
+        return None
 
     @abstractmethod
     def family(self) -> Composed:
@@ -149,10 +151,10 @@ class Backend(ABC):
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
         With gradients, the run's penalties are part of it, and with any it is [3]: see `model.loss`. Call it inside
-        `forward_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
+        `forward_context`. `is_first_microbatch`: see `GPT2.forward`; where no weight is kept in FP8 it has no effect,
         and `torch.compile` makes one graph instead of three.
         """
-        is_first_microbatch = is_first_microbatch if self.fp8 else None
+        is_first_microbatch = is_first_microbatch if self.fp8 and self.keeps_weights else None
         return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty, targets)
 
     def bf16_model(self, model: GPT2) -> GPT2:

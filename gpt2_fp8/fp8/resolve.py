@@ -10,9 +10,8 @@ from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.fp8.backends import Emulated, Reference, Torchao, TransformerEngine
+from gpt2_fp8.fp8.backends import Emulated, Fused, Reference, Torchao, TransformerEngine
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.fused import Fused
 from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 
 BACKENDS: dict[str, type[Backend]] = {

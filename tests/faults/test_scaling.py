@@ -8,7 +8,7 @@ from torch import nn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.backends import Fused
 from gpt2_fp8.fp8.scaling import JUMP, FP8Scaling
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from tests.faults.pretended import NAN, Faults, going_wrong

@@ -12,7 +12,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.fp8 import backends, support
 from gpt2_fp8.fp8 import resolve as resolving
-from gpt2_fp8.fp8.fused import SMALL_TOKENS
+from gpt2_fp8.fp8.backends import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.resolve import resolve
 

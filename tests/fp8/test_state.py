@@ -12,8 +12,7 @@ from torch import nn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.backends import Reference, TransformerEngine
-from gpt2_fp8.fp8.fused import Fused
+from gpt2_fp8.fp8.backends import Fused, Reference, TransformerEngine
 from gpt2_fp8.fp8.scaling import FP8Scaling
 
 
