@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
-from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Undo
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap, GapClock
@@ -39,7 +38,6 @@ class Attempts:
     Tokens per step, their order and the schedule do not depend on the sizes of micro-batches, which only fall.
 
     Args:
-        plan: what computes.
         gradients: computes.
         share: sequences of a step that this rank computes.
         size: sequences of a micro-batch, as the settings ask for.
@@ -58,15 +56,8 @@ class Attempts:
         gaps: tells the gap before an attempt.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        gradients: Gradients,
-        share: int,
-        size: int,
-        optimizer_state: Callable[[], list[Tensor]] = list,
-    ):
-        self.plan, self.scaling = plan, gradients.scaling
+    def __init__(self, gradients: Gradients, share: int, size: int, optimizer_state: Callable[[], list[Tensor]] = list):
+        self.plan, self.scaling = gradients.plan, gradients.scaling
         self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
         self._asked = size
         self.training = Fitting(size, "micro_batch_size", share)

@@ -65,8 +65,8 @@ class LossStatistics:
 class DivergencePolicy:
     """Judges every step; keeps what happened for the summary and the checkpoint.
 
-    `limit` skips in a row lead to a rollback, and so do `patience` losses in a row that are more than `sigma` standard
-    deviations above the mean (0: none is). `say` is called with a line for the log for every event.
+    `limit`, `sigma` (0: no loss is high) and `patience`: see above. `say` is called with a line for the log for every
+    event.
     """
 
     def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):

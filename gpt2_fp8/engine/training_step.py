@@ -45,14 +45,12 @@ class _Unsettled(NamedTuple):
 class TrainingStep:
     """Computes one optimizer step a call: micro-batches, calibration, the FP8 attempt, clipping, update, verdict.
 
-    A step is *settled* once the host knows whether its update was made. A step that was not finite in FP8 is then run
-    again in bf16. Settling immediately would make the host wait for the GPU. So a step settles late: when the next one
-    comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
-    or the time calls `settle` first.
+    A step is *settled* once the host knows whether its update was made. Settling immediately would make the host wait
+    for the GPU. So a step settles late: when the next one comes, or when anything here is asked for. Only a caller that
+    reads the weights themselves or the time calls `settle` first.
 
-    The next step's gradients are computed *ahead*: before the host waits for the verdict. So the GPU goes on while the
-    host settles, and what hooks do then takes none of its time. A verdict that changes weights or scales takes the
-    attempt back, and it is made again: the numbers are the same.
+    The next step's gradients are computed *ahead*: before the host waits for the verdict. A verdict that changes
+    weights or scales takes the attempt back, and it is made again: the numbers are the same.
 
     Args:
         config: the run's; its micro-batch is a number.
@@ -87,7 +85,8 @@ class TrainingStep:
         self.exchange = Exchange(self.model.parameters(), no_sync)
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        self.attempts = Attempts(plan, gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
+        state = lambda: [] if self.optimizer.state else state_like(self.model, config.optimizer)  # noqa: E731
+        self.attempts = Attempts(gradients, self.share, config.micro_batch, state)
         self.evaluation = Evaluation(self.attempts, gradients, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
@@ -212,10 +211,6 @@ class TrainingStep:
         result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, outliers)
         self.attempts.gaps.step_ended(attempt.ids.device)
         return replace(result, gap=attempt.gap)
-
-    def _optimizer_state_to_come(self) -> list[Tensor]:
-        """Allocate what the first update will; nothing if the optimizer has its state, as a resumed run's."""
-        return [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
 
     # What is asked of it
 

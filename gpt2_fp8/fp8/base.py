@@ -139,11 +139,6 @@ class Backend(ABC):
         kernel = self.config.attention
         return "sdpa" if self.config.document_mask and kernel != "math" else kernel
 
-    @property
-    def twin_kernel(self) -> AttentionKernel:
-        """What computes attention in a twin of plain-torch layers: `kernel`, unless these layers alone have it."""
-        return "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel
-
     def loss(
         self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0,
         targets: Tensor | None = None,
@@ -160,9 +155,10 @@ class Backend(ABC):
     def bf16_model(self, model: GPT2) -> GPT2:
         """Return what computes in bf16 with the parameters of `model`, of an FP8 run, without FP8.
 
-        It is a twin of plain-torch layers: those of the run have no bf16.
+        It is a twin of plain-torch layers: those of the run have no bf16. Its attention is the run's, unless the
+        run's layers alone have that.
         """
-        return twin_of(model, self.recompute, self.twin_kernel)
+        return twin_of(model, self.recompute, "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel)
 
     def bf16_loss(
         self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False, targets: Tensor | None = None

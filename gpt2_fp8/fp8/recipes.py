@@ -42,7 +42,7 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: Recipe) -> Any:
             fp8_format=fp8_format,
             amax_history_len=recipe.amax_history_len,
             amax_compute_algo=recipe.amax_compute_algo,
-            reduce_amax=False,  # ranks agree at the end of a step: see `state.agree`
+            reduce_amax=False,  # ranks agree at the end of a step: see `FP8Scaling.agree`
         )
     classes = {"current": te.Float8CurrentScaling, "block": te.Float8BlockScaling, "mxfp8": te.MXFP8BlockScaling}
     # Its "high_precision" multiplies the weights as they are, and cuBLAS has no float32 x bfloat16 (seen with 2.20.2).

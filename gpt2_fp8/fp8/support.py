@@ -8,6 +8,7 @@ import torch
 
 from gpt2_fp8.compat import torchao
 from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
+from gpt2_fp8.config.shown import line
 
 _NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
@@ -30,7 +31,7 @@ def why_not_te_fp8() -> str | None:
         available, reason = te.is_fp8_available(return_reason=True)
     except Exception as error:
         return _does_not_load(error)
-    return None if available else first_line(reason)
+    return None if available else line(str(reason), 200)
 
 
 def why_no_torchao() -> str | None:
@@ -72,7 +73,7 @@ def why_no_transformer_engine() -> str | None:
 
 def _does_not_load(error: Exception) -> str:
     """Describe a failed import. A broken build raises anything from OSError to RuntimeError; all mean the same."""
-    return f"Transformer Engine does not load: {type(error).__name__}: {first_line(error)}"
+    return f"Transformer Engine does not load: {type(error).__name__}: {line(str(error), 200)}"
 
 
 def why_not_recipe(name: str) -> str | None:
@@ -89,7 +90,7 @@ def why_not_recipe(name: str) -> str | None:
     if name not in probes:
         return None
     available, reason = probes[name](return_reason=True)
-    return None if available else first_line(reason)
+    return None if available else line(str(reason), 200)
 
 
 def why_no_hopper() -> str | None:
@@ -97,9 +98,3 @@ def why_no_hopper() -> str | None:
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None
-
-
-def first_line(reason: object) -> str:
-    """Return an error's text as one line of at most 200 characters."""
-    text = " ".join(str(reason).split())
-    return text[:197] + "..." if len(text) > 200 else text

@@ -2,7 +2,7 @@
 
 One row of tensors holds the whole model's state, so that a step's update takes only a few kernel launches. Scales
 change once an optimizer step, at its first forward. They are the same in all its micro-batches and on all ranks: the
-ranks agreed about the amaxes at the end of the step before (`fp8.state.agree`).
+ranks agreed about the amaxes at the end of the step before (`FP8Scaling.agree`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Scales(nn.Module):
         """Turn the amaxes seen so far into scales.
 
         An amax that is not finite is ignored. A tensor without any other amax keeps its scale. For amaxes that have
-        jumped see `fp8.state.limit`.
+        jumped see `FP8Scaling.limit`.
         """
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)
