@@ -50,10 +50,8 @@ class Attempts:
         steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
-        computing: whether an attempt is being made.
-        computing_again: whether a step is being computed again.
+        computing, computing_again: whether an attempt is being made; whether a step is being computed again.
         last_in_bf16: how many of the newest settled steps were in bf16 by `steps_in_fp8`.
-        gaps: tells the gap before an attempt.
     """
 
     def __init__(self, gradients: Gradients, share: int, size: int, optimizer_state: Callable[[], list[Tensor]] = list):

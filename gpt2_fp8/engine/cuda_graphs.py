@@ -136,7 +136,7 @@ class GraphedGradients:
                     for _ in range(WARM_UP):
                         for first in (True, False):
                             self._pass(first, scale)
-                        self._discard()
+                        self.model.zero_grad(set_to_none=True)
             finally:  # if memory runs out, scales are put back and memory is freed from the other stream
                 torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
@@ -148,14 +148,10 @@ class GraphedGradients:
                     self._losses[first] = self._pass(first, scale)
             self._graphs = graphs
             self._gradients = [parameter.grad for parameter in self.model.parameters()]
-        self._discard()
+        self.model.zero_grad(set_to_none=True)
 
     def _pass(self, first: bool, scale: float) -> Tensor:
         with self.context():
             loss = self.loss_of(self._ids, first, scale)
         trained_loss(loss).backward()
         return loss.detach()
-
-    def _discard(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None

@@ -162,8 +162,7 @@ class DivergencePolicy:
 
     def report(self) -> dict[str, Any]:
         """Return what happened, in the form of `summary.json`."""
-        counts = {"reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
-        return {"events": [*self.events], **counts}
+        return {"events": [*self.events], "reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint: what happened, and what later steps are judged by."""

@@ -107,15 +107,12 @@ class FP8Health:
             self.failed = str(error).partition("\n")[0]
             return []
         known = {health.tensor: health for health in stored}
-        return [_sampled(tensor, known.get(tensor), *found[tensor]) for tensor in self.tensors if tensor in found]
-
-
-def _sampled(
-    tensor: FP8Tensor, known: Health | None, amax: float, scale: float, saturated: float, flushed: float
-) -> Health:
-    if known is not None:
-        return replace(known, saturated=saturated, flushed=flushed)
-    return Health(tensor, amax, scale, headroom(tensor, Stored(amax, scale, 0)), saturated, flushed)
+        healths = []
+        for tensor in (tensor for tensor in self.tensors if tensor in found):
+            amax, scale, saturated, flushed = found[tensor]
+            health = known.get(tensor) or Health(tensor, amax, scale, headroom(tensor, Stored(amax, scale, 0)))
+            healths.append(replace(health, saturated=saturated, flushed=flushed))
+        return healths
 
 
 def summary(healths: Iterable[Health]) -> dict[str, float]:

@@ -97,8 +97,6 @@ class TrainingStep:
         self._gap: Gap | None = None  # before an attempt that was taken back
         self._last: StepResult | None = None
 
-    # Setting up
-
     def initialise(self) -> None:
         """Fill the parameters with GPT-2's initial values, by the run's seed."""
         initialise(self.model, self.config.seed)
@@ -218,8 +216,7 @@ class TrainingStep:
     def settles_while_computing(self) -> bool:
         """Return whether the last step is still to be settled, while the device computes the next one.
 
-        What can wait for that takes none of the device's time. On a CPU the next one's gradients would have to be there
-        first: a row of the log would come a step late.
+        On a CPU the next one's gradients would have to be there first: a row of the log would come a step late.
         """
         ahead = self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1)
         return ahead and self.plan.device in COMPUTES_MEANWHILE

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2_fp8.config import data_schema, tokenizer_file
 from gpt2_fp8.config.backend_support import ON_A_GPU
-from gpt2_fp8.config.block_spec import Heads, block_spec
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
@@ -42,6 +42,8 @@ class Backend(ABC):
         compile_options: options of `torch.compile` for that.
         fp8: whether GEMMs run in FP8.
         recompute: what is computed again in the backward.
+        keep_bf16: names of the layers whose GEMMs stay in bf16.
+        attention_shape: the heads, the tokens and the dropout of attention.
         graphs: whether this run's micro-batches are recorded and replayed.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
         keeps_weights: whether weights in FP8 are kept from one micro-batch of a step to the next.
@@ -58,6 +60,8 @@ class Backend(ABC):
         self.config, self.ran, self.device = config, ran, device
         self.compiled = self.graphs = False
         self.fp8, self.recompute = ran.startswith("fp8"), config.activation_checkpointing
+        self.keep_bf16 = config.precision.keep_bf16 if isinstance(config.precision, FP8PrecisionConfig) else []
+        self.attention_shape = block_spec(config.model).heads, config.model.n_positions, config.model.dropout
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
     def own_recipe(self, auto: AutoRecipe) -> Recipe | None:
@@ -86,11 +90,6 @@ class Backend(ABC):
         assert isinstance(self.config.precision, FP8PrecisionConfig)
         return self.config.precision
 
-    @property
-    def keep_bf16(self) -> list[str]:
-        """Names of the layers whose GEMMs stay in bf16."""
-        return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
-
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
         """Return why these layers cannot take a kernel of attention on this machine; None if they can."""
         if kernel in ON_A_GPU and self.device != "cuda":
@@ -104,11 +103,6 @@ class Backend(ABC):
         if kernel == "te":
             return "these layers have only torch's kernels"
         return sdpa.why_not(kernel, *self.attention_shape) if kernel in sdpa.HELD else None
-
-    @property
-    def attention_shape(self) -> tuple[Heads, int, float]:
-        """The heads, the tokens and the dropout of attention."""
-        return block_spec(self.config.model).heads, self.config.model.n_positions, self.config.model.dropout
 
     def torch_attention(self) -> str:
         """Name the kernel that torch runs for `attention`, for people."""

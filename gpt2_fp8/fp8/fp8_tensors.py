@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -105,12 +104,8 @@ class StoredScales:
         self.model = model
         self._places = {tensor: place for tensor in tensors if (place := _place(model, tensor)) is not None}
         self.found = list(self._places)
+        self._groups = list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
         self._made: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, Tensor]] = {}  # by device and sizes
-
-    @cached_property
-    def _groups(self) -> list[tuple[Any, str]]:
-        """Where the state is: modules and directions, each once."""
-        return list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
 
     def _states(self) -> list[ScalingState]:
         return [states_of(owner)[direction] for owner, direction in self._groups]

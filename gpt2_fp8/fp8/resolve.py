@@ -86,9 +86,8 @@ class Plan:
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError in five cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
-    recipe. The backend that was asked for cannot compute the run. Its layers cannot take `attention`.
-    There is no GPU for `compile_mode`.
+    Raises UserError if FP8 cannot run and `precision.fallback=error`, if the GPU can do FP8 but not the recipe, if the
+    backend cannot compute the run or its layers cannot take `attention`, and without a GPU for `compile_mode`.
     """
     plan = _resolve(config, device)
     check_attention(plan.backend)

@@ -48,9 +48,7 @@ class SampledPass:
         self.backend, self.model = backend, model
         self.recipe: Recipe = backend.recipe.name
         self.tensors = fp8_tensors(backend.precision, backend.config.model.n_layer)
-        self._by_name: dict[tuple[str, str], FP8Tensor] = {
-            (tensor.layer, tensor.kind): tensor for tensor in self.tensors
-        }
+        self._by_name: dict[tuple[str, str], FP8Tensor] = {(found.layer, found.kind): found for found in self.tensors}
         self._twin: GPT2 | None = None
         self._observe: Observe  # of the pass under way
 

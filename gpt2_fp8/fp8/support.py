@@ -10,8 +10,6 @@ from gpt2_fp8.compat import torchao
 from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
 from gpt2_fp8.config.shown import line
 
-_NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
-
 
 def why_no_fp8_units() -> str | None:
     """Return why the GPU has no FP8 matrix units, whatever computes with them; None if it has."""
@@ -42,7 +40,7 @@ def why_no_torchao() -> str | None:
 def _why_no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
-    return _NO_GPU if torch.version.cuda else _NO_CUDA
+    return "there is no CUDA GPU" if torch.version.cuda else "this torch was built without CUDA"
 
 
 def _too_old(what: str, needed: tuple[int, int]) -> str | None:

@@ -40,20 +40,6 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-def of_block(spec: BlockSpec) -> list[Parameter]:
-    """List the parameters of one block, by their names within it."""
-    d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
-    return [
-        *_norm("qkv.layer_norm", d, spec.norm),
-        *_projection("qkv.", heads.packed, d, spec.bias),
-        *(Parameter(f"attention.{name}_norm", (heads.size,), "norm") for name in ("q", "k") if heads.qk_norm),
-        *_projection("projection.", d, heads.queries, spec.bias, "into_residual"),
-        *_norm("mlp.layer_norm", d, spec.norm),
-        *_projection("mlp.fc1_", mlp.projected, d, spec.bias),
-        *_projection("mlp.fc2_", d, mlp.width, spec.bias, "into_residual"),
-    ]
-
-
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return whether a parameter, by its name in the model, is a matrix of a block: what Muon is for."""
     return name.startswith("blocks.") and len(shape) == 2
@@ -74,16 +60,24 @@ def parameters(config: ModelConfig, padded_vocab_size: int) -> Iterator[Paramete
 
     `padded_vocab_size`: rows of the embedding.
     """
-    spec, d = block_spec(config), config.n_embd
+    spec = block_spec(config)
+    d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
     yield Parameter("tokens.weight", (padded_vocab_size, d), "weight" if spec.tied else "lookup")
     if spec.positions == "learned":
         yield Parameter("positions.weight", (config.n_positions, d), "lookup")
     yield from _norm("head.layer_norm", d, spec.norm)
     if not spec.tied:
         yield Parameter("head.weight", (padded_vocab_size, d), "weight")
-    for i in range(config.n_layer):
-        for parameter in of_block(spec):
-            yield parameter._replace(name=f"blocks.{i}.{parameter.name}")
+    for block in (f"blocks.{i}." for i in range(config.n_layer)):
+        yield from _norm(f"{block}qkv.layer_norm", d, spec.norm)
+        yield from _projection(f"{block}qkv.", heads.packed, d, spec.bias)
+        if heads.qk_norm:
+            yield Parameter(f"{block}attention.q_norm", (heads.size,), "norm")
+            yield Parameter(f"{block}attention.k_norm", (heads.size,), "norm")
+        yield from _projection(f"{block}projection.", d, heads.queries, spec.bias, "into_residual")
+        yield from _norm(f"{block}mlp.layer_norm", d, spec.norm)
+        yield from _projection(f"{block}mlp.fc1_", mlp.projected, d, spec.bias)
+        yield from _projection(f"{block}mlp.fc2_", d, mlp.width, spec.bias, "into_residual")
 
 
 def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
