@@ -24,10 +24,6 @@ def outliers(model, micro_batches):
     return int(owner(model).count_amax_outliers(micro_batches))
 
 
-def column(*values):
-    return torch.tensor(values)[:, None]
-
-
 @pytest.mark.parametrize(
     ("history", "expected"),
     [
@@ -43,13 +39,9 @@ def column(*values):
     ],
 )
 def test_a_new_magnitude_counts_for_at_most_so_much_of_the_second_largest(history, expected):
-    assert limited(column(*history), NEWEST).tolist() == column(*expected).tolist()
-
-
-def test_columns_are_judged_apart():
-    history = torch.tensor([[1e30, 4.0, 1e30], [2.0, 4.0, 1e29]])
-    expected = torch.tensor([[2.0 * JUMP, 4.0, 1e30], [2.0, 4.0, 1e29]])
-    assert torch.equal(limited(history, NEWEST), expected)
+    """Beside a column that is judged by itself."""
+    given, wanted = (torch.tensor([values, (1e30, 1e29, 2.0)]).T for values in (history, expected))
+    assert limited(given, NEWEST).tolist() == wanted.tolist()
 
 
 def seen(*steps):

@@ -122,15 +122,6 @@ def test_what_transformer_engine_keeps_of_unfinished_passes_is_forgotten(monkeyp
     assert not Phase._is_first_fp8_module
 
 
-def test_gradient_amaxes_are_divided_exactly_and_alone():
-    of = model(ran=True)
-    before = state.capture(of)
-    state.divide_gradient_amaxes(of, 2.0**16)
-    for name, tensor in state.capture(of).items():
-        factor = 1.0 if "fwd" in name else 2.0**16 if name.endswith("scale") else 2.0**-16
-        assert torch.equal(tensor, before[name] * factor), name
-
-
 OTHER = ["precision=fp8_e4m3", "recipe=delayed recipe.margin=1", "recipe=delayed recipe.amax_history_len=8",
          "precision.keep_bf16=[head]"]  # fmt: skip
 
