@@ -165,11 +165,9 @@ class Backend(ABC):
 
     def scaling(self, model: GPT2) -> FP8Scaling:
         """Return the owner of the model's FP8 scales."""
-        if not self.fp8:
+        if not self.fp8 or not isinstance(self.recipe, DelayedRecipe):
             return FP8Scaling.of_nothing()
-        settings = None
-        if isinstance(self.recipe, DelayedRecipe):
-            settings = f"{self.precision.name}, {self.recipe}, {sorted(self.keep_bf16)}, {self.name}"
+        settings = f"{self.precision.name}, {self.recipe}, {sorted(self.keep_bf16)}, {self.name}"
         share = self.config.global_batch_size // collectives.rank_and_world()[1]
         return FP8Scaling(model, settings, share, self.forward_context)
 

@@ -83,13 +83,15 @@ class Kernel:
         engine's maps are passed unchanged. Raises RuntimeError if the kernel's device is not the current one, whose
         stream it would be launched on.
         """
-        from cuda.core import Device, launch
+        from cuda.core import launch
 
         if (current := torch.cuda.current_device()) != self._device:
             raise RuntimeError(f"tensors are on cuda:{self._device}, and the current device is cuda:{current}")
         if _thread.device != self._device:
             # torch gives a thread the device's context with its own first work there. But a launch through the driver
             # may come earlier: the first launch of a backward runs in one of autograd's threads.
+            from cuda.core import Device
+
             Device(self._device).set_current()
             _thread.device = self._device
         stream = _stream(torch.cuda.current_stream().cuda_stream)
