@@ -37,7 +37,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.fp8.resolve import resolve
-from gpt2_fp8.model import penalty as penalties
+from gpt2_fp8.model.loss import trained_loss
 from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train import resume, trained
 
@@ -140,7 +140,7 @@ def _step(made: Gradients, ids: Tensor, micro_batch: int, calibrate: bool) -> tu
     if calibrate and made.plan.fp8:
         made.calibrate(ids, micro_batch)
     made.model.zero_grad(set_to_none=True)
-    loss = penalties.trained(made.of_step(ids, micro_batch)).item()
+    loss = trained_loss(made.of_step(ids, micro_batch)).item()
     return loss, {name: p.grad.float().clone() for name, p in made.model.named_parameters() if p.grad is not None}
 
 

@@ -87,7 +87,7 @@ class FP8HealthLog(pl.Callback):
         """Read what was sent at the end of the step; or what is there, if the step has been changed since."""
         sent, self._sent = self._sent, None
         if sent is not None and self._health is not None:
-            changed = result.first is not None or result.read().absurd
+            changed = result.first is not None or result.read().amax_outliers
             with self._only_looking(trainer.global_step):
                 self._look(trainer, trainer.global_step, self._health.read(None if changed else sent))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
-from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Undo
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap, GapClock
@@ -26,7 +25,7 @@ class Attempt(NamedTuple):
 
     ids: Tensor
     loss: Tensor  # float32 on the device: see `step.accumulate`
-    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.state.absurd`
+    amax_outliers: Tensor | None  # of how many FP8 tensors the amax has jumped: see `fp8.scaling`
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches
@@ -39,7 +38,6 @@ class Attempts:
     Tokens per step, their order and the schedule do not depend on the sizes of micro-batches, which only fall.
 
     Args:
-        plan: what computes.
         gradients: computes.
         share: sequences of a step that this rank computes.
         size: sequences of a micro-batch, as the settings ask for.
@@ -52,21 +50,12 @@ class Attempts:
         steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
-        computing: whether an attempt is being made.
-        computing_again: whether a step is being computed again.
+        computing, computing_again: whether an attempt is being made; whether a step is being computed again.
         last_in_bf16: how many of the newest settled steps were in bf16 by `steps_in_fp8`.
-        gaps: tells the gap before an attempt.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        gradients: Gradients,
-        share: int,
-        size: int,
-        optimizer_state: Callable[[], list[Tensor]] = list,
-    ):
-        self.plan, self.scaling = plan, gradients.scaling
+    def __init__(self, gradients: Gradients, share: int, size: int, optimizer_state: Callable[[], list[Tensor]] = list):
+        self.plan, self.scaling = gradients.plan, gradients.scaling
         self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
         self._asked = size
         self.training = Fitting(size, "micro_batch_size", share)
@@ -82,7 +71,8 @@ class Attempts:
         gradients, and random numbers and scales as they were.
         """
         random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
-        undo, absurd = _nothing, None
+        undo: Undo = lambda: None  # noqa: E731
+        outliers = None
         self.computing = True
         try:
             if self.plan.fp8 and not self.in_fp8(done):
@@ -93,14 +83,14 @@ class Attempts:
                 self.find_scales(ids)
                 undo = self.scaling.remember()
                 loss = self.in_own_precision(ids, undo)
-                absurd = self.scaling.absurd(self.parts)
+                outliers = self.scaling.count_amax_outliers(self.parts)
         except BaseException:
             self._discard(undo)
             rng.restore_torch(random)
             raise
         finally:
             self.computing = False
-        return Attempt(ids, loss, absurd, random, undo, self.parts, gap)
+        return Attempt(ids, loss, outliers, random, undo, self.parts, gap)
 
     def in_own_precision(self, ids: Tensor, undo: Undo) -> Tensor:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective. `undo`: see `Attempt`."""
@@ -210,7 +200,3 @@ class Attempts:
             self.training.proven = True
             if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
                 self._in_bf16 = Fitting(in_bf16, IN_BF16, self._share)
-
-
-def _nothing() -> None:
-    """Put nothing back."""

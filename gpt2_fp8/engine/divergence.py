@@ -1,7 +1,7 @@
 """What follows from a step that went wrong. Plain Python, no tensors: all ranks agree on these numbers.
 
 - not finite in FP8: the step is run again in bf16, and that result counts (a rerun);
-- an FP8 tensor jumps: its amax is limited until it is seen again (a magnitude);
+- the amax of an FP8 tensor is an outlier: it is limited until it is seen again (a magnitude);
 - not finite in bf16: the update is left out, and the batch counts as a step (a skip);
 - `limit` skips in a row: back to a checkpoint from before them, once, and on in bf16 (a rollback);
 - a loss more than `sigma` standard deviations above its mean, for `patience` steps in a row: a rollback too;
@@ -65,8 +65,8 @@ class LossStatistics:
 class DivergencePolicy:
     """Judges every step; keeps what happened for the summary and the checkpoint.
 
-    `limit` skips in a row lead to a rollback, and so do `patience` losses in a row that are more than `sigma` standard
-    deviations above the mean (0: none is). `say` is called with a line for the log for every event.
+    `limit`, `sigma` (0: no loss is high) and `patience`: see above. `say` is called with a line for the log for every
+    event.
     """
 
     def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):
@@ -92,8 +92,8 @@ class DivergencePolicy:
         self._updates += 1
         if first is not None:
             self._note(step, "rerun", f"its {_culprit(first)} was not finite in FP8; run again in bf16")
-        if verdict.absurd:
-            reason = f"the amaxes of {verdict.absurd} FP8 tensors have jumped; limited until seen again"
+        if verdict.amax_outliers:
+            reason = f"the amaxes of {verdict.amax_outliers} FP8 tensors have jumped; limited until seen again"
             self._note(step, "magnitude", reason)
         if self.sigma and verdict.loss > (limit := self._statistics.limit(self.sigma)):
             self._high(step, verdict.loss, limit)
@@ -162,8 +162,7 @@ class DivergencePolicy:
 
     def report(self) -> dict[str, Any]:
         """Return what happened, in the form of `summary.json`."""
-        counts = {"reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
-        return {"events": [*self.events], **counts}
+        return {"events": [*self.events], "reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint: what happened, and what later steps are judged by."""

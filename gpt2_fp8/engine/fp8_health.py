@@ -7,7 +7,7 @@ few. Both are between two steps, and neither changes a number of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -95,31 +95,24 @@ class FP8Health:
         ids: int32 [sequences, n_positions + 1], a rank's share of a step. Without memory for it, `failed` says so,
         and the result is empty.
         """
-        size = min(len(ids), self._step.micro_batch_size, -(-TOKENS // (ids.shape[1] - 1)))
+        share, micro_batch, reader = self._step.share, self._step.micro_batch_size, self.stored
+        size = min(len(ids), micro_batch, -(-TOKENS // (ids.shape[1] - 1)))
         try:
-            found = self._sampled(ids[:size])
+            scales = dict(zip(reader.found, reader.scales().unbind(), strict=True)) if reader.found else {}
+            made = self._pass(ids[:size], share, micro_batch, scales)
+            found = dict(zip(made, torch.stack(list(made.values())).tolist(), strict=True)) if made else {}
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.failed = str(error).partition("\n")[0]
             return []
         known = {health.tensor: health for health in stored}
-        return [_sampled(tensor, known.get(tensor), *found[tensor]) for tensor in self.tensors if tensor in found]
-
-    def _sampled(self, ids: Tensor) -> Mapping[FP8Tensor, list[float]]:
-        stored = self.stored
-        scales = dict(zip(stored.found, stored.scales().unbind(), strict=True)) if stored.found else {}
-        found = self._pass(ids, self._step.share, self._step.micro_batch_size, scales)
-        values = torch.stack(list(found.values())).tolist() if found else []
-        return dict(zip(found, values, strict=True))
-
-
-def _sampled(
-    tensor: FP8Tensor, known: Health | None, amax: float, scale: float, saturated: float, flushed: float
-) -> Health:
-    if known is not None:
-        return replace(known, saturated=saturated, flushed=flushed)
-    return Health(tensor, amax, scale, headroom(tensor, Stored(amax, scale, 0)), saturated, flushed)
+        healths = []
+        for tensor in (tensor for tensor in self.tensors if tensor in found):
+            amax, scale, saturated, flushed = found[tensor]
+            health = known.get(tensor) or Health(tensor, amax, scale, headroom(tensor, Stored(amax, scale, 0)))
+            healths.append(replace(health, saturated=saturated, flushed=flushed))
+        return healths
 
 
 def summary(healths: Iterable[Health]) -> dict[str, float]:

@@ -9,15 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2_fp8.engine.compile import compiled, prepared, recorded
-from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients, compiled, prepared, recorded
 from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import LossOf
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context, FP8Scaling
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.model.loss import trained_loss
 from gpt2_fp8.runtime import signals
 
 Backward = Callable[[Tensor], None]
@@ -61,7 +60,7 @@ class Gradients:
     def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        With gradients, penalties are part of it: see `model.penalty`. Call it inside `forward_context`.
+        With gradients, penalties are part of it: see `model.loss`. Call it inside `forward_context`.
         `is_first_microbatch`: see `GPT2.forward`.
         """
         return self._loss_of(ids, is_first_microbatch, scale)
@@ -130,7 +129,7 @@ class Gradients:
 
         def loss(part: Tensor) -> Tensor:
             signals.look()
-            return penalties.trained(self.loss(part))
+            return trained_loss(self.loss(part))
 
         with self.exchange.no_sync(), torch.enable_grad():
             self.scaling.calibrate(loss, ids[:micro_batch_size])

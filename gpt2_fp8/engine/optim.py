@@ -3,9 +3,8 @@
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes a momentum orthogonal before it is applied:
 its singular values become about 1. Embedding, head, biases and normalisation weights are AdamW's, as its author says.
 
-A weight that holds several matrices is one tensor here: queries, keys and values, or SwiGLU's gate and its other half.
-Each is made orthogonal by itself. The author found that better for queries, keys and values. As one matrix they would
-share one set of singular values, though they are multiplied with the same input for three purposes.
+A weight that holds several matrices (queries, keys and values, or SwiGLU's two) is one tensor here, and each of them is
+made orthogonal by itself, which the author found better for queries, keys and values.
 
 An update is multiplied by 0.2 sqrt(max(rows, columns)), so that its elements are as large as AdamW's (Liu et al. 2025,
 arXiv 2502.16982). Then one rate and one weight decay fit both parts. The arithmetic is `torch.optim.Muon`'s
@@ -137,11 +136,6 @@ class MuonAdamW(Optimizer):
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": steps}
         super().__init__([*adamw.param_groups, {"params": list(matrices), **settings}], {})
         self._adamw, self._rows = adamw, dict(rows)
-
-    @property
-    def matrices(self) -> list[Tensor]:
-        """The parameters that Muon updates."""
-        return list(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -81,12 +81,11 @@ class FP8RedFlags:
 
     def _all_found(self, healths: Iterable[Health], settled: bool) -> Iterator[Found]:
         for health in healths:
-            found = self._of_scale(health)
-            if found is not None:
-                yield found
-                continue  # its shares follow from that
-            yield from self._of_shares(health)
-            yield from self._of_jumps(health, settled)
+            if found := self._of_scale(health):
+                yield found  # its shares follow from that
+            else:
+                yield from self._of_shares(health)
+                yield from self._of_jumps(health, settled)
 
     def _of_scale(self, health: Health) -> Found | None:
         tensor, lower = health.tensor, f"a lower optim.lr; {_in_bf16(health)} keeps the layer in bf16"

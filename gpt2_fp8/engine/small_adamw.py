@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
 
+T = TypeVar("T", int, Tensor)
 _CHUNK = 1 << 18  # elements that plain torch updates at a time
 _WORD = 0xFFFFFFFF
 _LOW = 0xFFFF  # the bits of a float32 that a bfloat16 does not have
@@ -74,10 +75,6 @@ class SmallAdamW(Optimizer):
         super().__init__(groups, {})
         self._keys = dict(keys)
 
-    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first update, on its device."""
-        return {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
@@ -87,10 +84,10 @@ class SmallAdamW(Optimizer):
                 self._update(group, parameters)
         return loss
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter] = self.new_state(parameter)
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter)
         on_cuda, skip = parameters[0].is_cuda, skips_where(self)
         if not on_cuda and skip is not None and skip.item():  # on a CPU nothing is waited for
             return
@@ -99,14 +96,15 @@ class SmallAdamW(Optimizer):
         rows = _rows(steps, group["lr"], group["betas"])
         (beta1, beta2), decay = group["betas"], 1 - group["lr"] * group["weight_decay"]
         for parameter, row in zip(parameters, rows, strict=True):
-            state, keys = self.state[parameter], self._keys[parameter]
+            assert parameter.is_contiguous()
+            gradient, state, keys = parameter.grad.contiguous(), self.state[parameter], self._keys[parameter]
             scalars = Scalars(decay, beta1, beta2, group["eps"], row)
             if on_cuda:
                 from gpt2_fp8.kernels.adamw import update
 
-                update(parameter, _gradient(parameter), state, keys, scalars, skip)
+                update(parameter, gradient, state, keys, scalars, skip)
             else:
-                update_plain(parameter, _gradient(parameter), state, keys, scalars)
+                update_plain(parameter, gradient, state, keys, scalars)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state. torch's own would make every moment float32."""
@@ -127,28 +125,21 @@ def new_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: Keys, scalars: Scalars) -> None:
-    """Update one parameter and its moments in plain torch, a part at a time."""
+    """Update one parameter and its moments in plain torch, a part at a time.
+
+    Each product and each sum is rounded by itself, as in `kernels.adamw`.
+    """
     weights, mean, squares = (x.view(-1) for x in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
     now = keys.at(int(scalars.row[2].item()))
     for start in range(0, len(weights), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(weights)))
         p, g = weights[part], gradient.view(-1)[part]
-        m, v = _adamw_(p, g, mean[part].float(), squares[part].float(), scalars)
+        m = mean[part].float() * scalars.beta1 + g * (1 - scalars.beta1)
+        v = squares[part].float() * scalars.beta2 + (g * g) * (1 - scalars.beta2)
+        root = v.double().sqrt().float()  # rounded to nearest, which float32's own root is not on every CPU
+        p.mul_(scalars.decay).sub_(m / (root / scalars.row[1] + scalars.eps) * scalars.row[0])
         mean[part] = m.to(torch.bfloat16)
         squares[part] = round_stochastically(v, random_bits(now, start, len(p), p.device))
-
-
-def _adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
-    """Update the weights in place, float32, and return the new moments.
-
-    Each product and each sum is rounded by itself, as in `kernels.adamw`.
-    """
-    m = m * scalars.beta1 + g * (1 - scalars.beta1)
-    v = v * scalars.beta2 + (g * g) * (1 - scalars.beta2)
-    size, root = scalars.row[0], scalars.row[1]
-    exact = v.double().sqrt().float()  # rounded to nearest, which float32's own root is not on every CPU
-    p.mul_(scalars.decay).sub_(m / (exact / root + scalars.eps) * size)
-    return m, v
 
 
 def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Tensor:
@@ -158,14 +149,8 @@ def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Ten
     return torch.stack([sizes, roots, t, torch.zeros_like(t)], 1).float()
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    assert parameter.is_contiguous()
-    return parameter.grad.contiguous()
-
-
-def mixed(x: int) -> int:
-    """Compute MurmurHash3's finalizer of a 32-bit number."""
+def mixed(x: T) -> T:
+    """Compute MurmurHash3's finalizer of 32-bit numbers: an int, or int64. A product keeps its low 32 bits."""
     x = ((x ^ x >> 16) * 0x85EBCA6B) & _WORD
     x = ((x ^ x >> 13) * 0xC2B2AE35) & _WORD
     return x ^ x >> 16
@@ -177,17 +162,10 @@ def random_bits(keys: Keys, start: int, count: int, device: torch.device) -> Ten
     They repeat after 2^32 elements.
     """
     x = torch.arange(start, start + count, dtype=torch.int64, device=device) & _WORD
-    return _mix_(_mix_(x ^ keys.first).add_(keys.second).bitwise_and_(_WORD))
+    return mixed((mixed(x ^ keys.first) + keys.second) & _WORD)
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     """Round float32 to bfloat16 by the low 16 of the random `bits`, int64 of the same shape. Values must be finite."""
     noise = (bits & _LOW).to(torch.int32)
     return ((values.view(torch.int32) + noise) & ~_LOW).view(torch.float32).to(torch.bfloat16)
-
-
-def _mix_(x: Tensor) -> Tensor:
-    """Compute `mixed` of int64 numbers below 2^32, in place. A product that overflows keeps its low 32 bits."""
-    x.bitwise_xor_(x >> 16).mul_(0x85EBCA6B).bitwise_and_(_WORD)
-    x.bitwise_xor_(x >> 13).mul_(0xC2B2AE35).bitwise_and_(_WORD)
-    return x.bitwise_xor_(x >> 16)

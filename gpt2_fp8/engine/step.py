@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.fp8.base import LossOf
-from gpt2_fp8.model import penalty as penalties
+from gpt2_fp8.model.loss import loss_parts, trained_loss
 from gpt2_fp8.runtime import collectives, signals
 from gpt2_fp8.runtime.moments import Gap, Sent
 
@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
 
     loss: float  # the cross-entropy, mean over all ranks' tokens, before the update
     skipped: bool  # the loss, a penalty or the gradient's norm was not finite, so the update did nothing
-    absurd: int = 0  # FP8 tensors whose amax has jumped: see `fp8.state.absurd`
+    amax_outliers: int = 0  # FP8 tensors whose amax has jumped: see `fp8.scaling`
     grad_norm: float = 0.0  # global L2 norm before clipping
     clip_ratio: float = 1.0  # the factor by which the gradients were multiplied; 1 without clipping
     penalty: float | None = None  # what was added to the loss, mean over all ranks; None if nothing was
@@ -44,8 +44,8 @@ class StepResult:
 
         The GPU still computes the update while the host goes on to the next step.
         """
-        bad, loss, absurd, grad_norm, clip_ratio, *penalty = self.sent.read()
-        return Verdict(loss, bad > 0, round(absurd), grad_norm, clip_ratio, *penalty)
+        bad, loss, outliers, grad_norm, clip_ratio, *penalty = self.sent.read()
+        return Verdict(loss, bad > 0, round(outliers), grad_norm, clip_ratio, *penalty)
 
 
 def accumulate(
@@ -57,7 +57,7 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the mean loss over `ids` to the parameters' `.grad`, one micro-batch after the other.
 
-    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.penalty`
+    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.loss`
     says. `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch. It is called
     inside `forward_context`; `backward` is called outside of it. There is no collective here: see `engine.exchange`. In
     a single process, a signal ends it between two passes.
@@ -68,7 +68,7 @@ def accumulate(
         with forward_context():
             loss = loss_of(part, i == 0, len(part) / len(ids))
         signals.look()
-        backward(penalties.trained(loss))
+        backward(trained_loss(loss))
         total = total + loss.detach()
     return total
 
@@ -79,20 +79,20 @@ def update(
     exchange: Exchange,
     loss: Tensor,
     max_grad_norm: float,
-    absurd: Tensor | None = None,
+    amax_outliers: Tensor | None = None,
 ) -> StepResult:
     """Clip, and apply the update unless the loss or the gradient's norm is not finite on any rank.
 
     `loss` is what `accumulate` returns.
 
     The device decides (torch's fused optimizers skip if `found_inf` is set), so the update does not wait for the host.
-    `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` becomes part of the verdict: float32, the
-    same on all ranks.
+    `apply` calls the optimizer's `step`, through whatever wraps it. `amax_outliers` becomes part of the verdict:
+    float32, the same on all ranks.
     """
     grad_norm = exchange.clip(max_grad_norm)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     # Before the update: the host learns it while the device still computes that.
-    seen = _agreed(*penalties.parts(loss), grad_norm, absurd)
+    seen = _agreed(*loss_parts(loss), grad_norm, amax_outliers)
     sent = Sent(torch.cat([seen[:3], torch.stack([grad_norm, clip_ratio]).float(), seen[3:]]))
     skip_where(optimizer, seen[0].clamp(max=1.0))
     apply()
@@ -100,10 +100,10 @@ def update(
     return StepResult(sent, optimizer.param_groups[0]["lr"])
 
 
-def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
-    """Return float32 on the device: how many ranks are not finite, then the mean loss, `absurd` and any penalty."""
+def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, outliers: Tensor | None) -> Tensor:
+    """Return float32 on the device: how many ranks are not finite, then the mean loss, `outliers` and any penalty."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    means = [loss.detach(), torch.zeros_like(loss) if absurd is None else absurd]
+    means = [loss.detach(), torch.zeros_like(loss) if outliers is None else outliers]
     if penalty is not None:
         bad = bad | ~torch.isfinite(penalty)
         means.append(penalty.detach())

@@ -25,8 +25,8 @@ from gpt2_fp8.engine.optim import build_optimizer, build_schedule, state_like
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.model.loss import loss_parts
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap
 from gpt2_fp8.runtime.signals import Interrupted
@@ -45,14 +45,12 @@ class _Unsettled(NamedTuple):
 class TrainingStep:
     """Computes one optimizer step a call: micro-batches, calibration, the FP8 attempt, clipping, update, verdict.
 
-    A step is *settled* once the host knows whether its update was made. A step that was not finite in FP8 is then run
-    again in bf16. Settling immediately would make the host wait for the GPU. So a step settles late: when the next one
-    comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
-    or the time calls `settle` first.
+    A step is *settled* once the host knows whether its update was made. Settling immediately would make the host wait
+    for the GPU. So a step settles late: when the next one comes, or when anything here is asked for. Only a caller that
+    reads the weights themselves or the time calls `settle` first.
 
-    The next step's gradients are computed *ahead*: before the host waits for the verdict. So the GPU goes on while the
-    host settles, and what hooks do then takes none of its time. A verdict that changes weights or scales takes the
-    attempt back, and it is made again: the numbers are the same.
+    The next step's gradients are computed *ahead*: before the host waits for the verdict. A verdict that changes
+    weights or scales takes the attempt back, and it is made again: the numbers are the same.
 
     Args:
         config: the run's; its micro-batch is a number.
@@ -87,18 +85,17 @@ class TrainingStep:
         self.exchange = Exchange(self.model.parameters(), no_sync)
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        self.attempts = Attempts(plan, gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
+        state = lambda: [] if self.optimizer.state else state_like(self.model, config.optimizer)  # noqa: E731
+        self.attempts = Attempts(gradients, self.share, config.micro_batch, state)
         self.evaluation = Evaluation(self.attempts, gradients, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
-        self.on_given_up: Callable[[], object] = _nothing
+        self.on_given_up: Callable[[], object] = lambda: None
         self._unsettled: _Unsettled | None = None
         self._ahead: Attempt | None = None  # at the next step, while the last one is being settled
         self._gap: Gap | None = None  # before an attempt that was taken back
         self._last: StepResult | None = None
-
-    # Setting up
 
     def initialise(self) -> None:
         """Fill the parameters with GPT-2's initial values, by the run's seed."""
@@ -146,9 +143,9 @@ class TrainingStep:
         attempt, self._ahead = self._ahead, None
         if attempt is None:
             attempt = self.attempts.make(ids, done_steps, first=self._last is None, gap=self._gap)
-        result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
-        self._unsettled = _Unsettled(attempt, result, done or _nothing)
-        return penalties.parts(attempt.loss)[0]
+        result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.amax_outliers)
+        self._unsettled = _Unsettled(attempt, result, done or (lambda: None))
+        return loss_parts(attempt.loss)[0]
 
     def _take_back(self) -> None:
         """Leave gradients, scales and random numbers as they were before the attempt that is ahead, if there is one."""
@@ -180,7 +177,7 @@ class TrainingStep:
         attempt, result, done = self._unsettled
         verdict = result.read()
         again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
-        if again or verdict.absurd:
+        if again or verdict.amax_outliers:
             self._take_back()
         if again:
             try:
@@ -190,7 +187,7 @@ class TrainingStep:
                 rng.restore_torch(attempt.random)
                 self.on_given_up()
                 raise
-        elif verdict.absurd:
+        elif verdict.amax_outliers:
             self.scaling.limit(attempt.parts)
         self._unsettled, self._last = None, result
         self.attempts.settled(self.schedule.last_epoch)
@@ -207,15 +204,11 @@ class TrainingStep:
         return replace(self._update(attempt, loss, self.optimizer.step), first=first)
 
     def _update(
-        self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None
+        self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], outliers: Tensor | None = None
     ) -> StepResult:
-        result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, absurd)
+        result = update(self.optimizer, apply, self.exchange, loss, self.config.optim.max_grad_norm, outliers)
         self.attempts.gaps.step_ended(attempt.ids.device)
         return replace(result, gap=attempt.gap)
-
-    def _optimizer_state_to_come(self) -> list[Tensor]:
-        """Allocate what the first update will; nothing if the optimizer has its state, as a resumed run's."""
-        return [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
 
     # What is asked of it
 
@@ -223,8 +216,7 @@ class TrainingStep:
     def settles_while_computing(self) -> bool:
         """Return whether the last step is still to be settled, while the device computes the next one.
 
-        What can wait for that takes none of the device's time. On a CPU the next one's gradients would have to be there
-        first: a row of the log would come a step late.
+        On a CPU the next one's gradients would have to be there first: a row of the log would come a step late.
         """
         ahead = self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1)
         return ahead and self.plan.device in COMPUTES_MEANWHILE
@@ -260,7 +252,3 @@ class TrainingStep:
         self.scaling.load_state_dict(saved.get("scaling", {}))
         self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -1,4 +1,4 @@
-"""The backends of other people's layers: plain torch's, also with torchao's and with emulated products, and TE's."""
+"""The backends: plain torch's layers, also with torchao's and with emulated products, TE's, and our own chain."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
+from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.block_spec import BlockSpec, block_spec
+from gpt2_fp8.config.kept_layers import every_block, kept
 from gpt2_fp8.config.schema import (
     AttentionKernel,
     AutoRecipe,
@@ -21,18 +23,21 @@ from gpt2_fp8.config.schema import (
     StatelessRecipe,
 )
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.recipes import build_recipe, delayed_scaling, float8_config, formats, region, weight_dtype
-from gpt2_fp8.fp8.scaling import FP8Scaling
+from gpt2_fp8.fp8.recipes import build_recipe, delayed_scaling, emulation, float8_config, region
 from gpt2_fp8.fp8.support import (
     has_fp8_conversion,
+    why_no_hopper,
     why_no_torchao,
     why_no_transformer_engine,
-    why_not_rowwise,
     why_not_te_fp8,
 )
-from gpt2_fp8.layers import emulated, reference, te
+from gpt2_fp8.kernels import nvrtc, product
+from gpt2_fp8.layers import attention, emulated, reference, te
 from gpt2_fp8.layers.block import Composed, WithProducts
-from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
+
+SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
+_KEPT = "Transformer Engine's, in bf16"
 
 
 class Reference(Backend):
@@ -50,9 +55,8 @@ class Reference(Backend):
         self.compiled = compiles_plain(config, device)
         self.recorded = self.compiled and device == "cuda" and config.compile_mode == "reduce-overhead"
 
-    @classmethod
     @override
-    def why_not(cls, config: RunConfig) -> str | None:
+    def own_recipe(self, auto: AutoRecipe) -> None:
         return None
 
     @override
@@ -75,7 +79,7 @@ class Torchao(Backend):
     """
 
     name = "torchao"
-    fused_loss = False
+    fused_loss = keeps_weights = False
     emulate: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
@@ -89,28 +93,16 @@ class Torchao(Backend):
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        rowwise = why_not_rowwise() if config.recipe.name == "rowwise" else None
-        return backend_support.why_not_torchao(config) or why_no_torchao() or rowwise
+        return backend_support.why_not_torchao(config) or why_no_torchao()
 
     @override
     def family(self) -> Composed:
         assert self.recipe is not None
         configs = (float8_config(self.precision, self.recipe.name, head, self.emulate) for head in (False, True))
-        block, head = (Float8Product(config, weight_dtype(self.precision)) for config in configs)
+        # a backward in bfloat16 multiplies with the weight itself
+        dtype = torch.bfloat16 if self.precision.backward == "bf16" else None
+        block, head = (Float8Product(config, dtype) for config in configs)
         return WithProducts(block, head, self.recompute, self.kernel)
-
-    @override
-    def loss(
-        self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0,
-        targets: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
-        return super().loss(model, ids, None, scale, targets)
-
-    @override
-    def scaling(self, model: GPT2) -> FP8Scaling:
-        """See `Backend`. No scale outlives its product."""
-        return FP8Scaling.of_nothing()
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
@@ -137,10 +129,6 @@ class Emulated(Backend):
         able = device == "cuda" and has_fp8_conversion()
         self.compiled = able if config.compile == "auto" else config.compile
 
-    @override
-    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
-        return auto.delayed
-
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
@@ -155,14 +143,8 @@ class Emulated(Backend):
 
     @override
     def family(self) -> Composed:
-        precision, recipe = self.precision, self.recipe
-        assert recipe is not None
-        assert recipe.name != "mxfp8"
-        assert recipe.name != "rowwise"
-        assert recipe.name != "registered"
-        how = emulated.Emulation(recipe.name, *formats(precision), precision.backward)
-        delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
-        return emulated.Emulated(how, delayed, self.recompute, self.kernel)
+        assert self.recipe is not None
+        return emulated.Emulated(*emulation(self.precision, self.recipe), self.recompute, self.kernel)
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
@@ -220,3 +202,94 @@ class TransformerEngine(Backend):
             "layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else ""),
             "attention": "Transformer Engine's choice" if own else self.torch_attention(),
         }
+
+
+class Fused(Backend):
+    """Blocks and head in FP8, fused across the borders of layers (`layers/fused.py`), for delayed scaling on Hopper.
+
+    It is the fastest backend there.
+    """
+
+    name = "fused"
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        small = config.micro_batch * config.model.n_positions <= SMALL_TOKENS
+        self.graphs = small if config.cuda_graphs == "auto" else config.cuda_graphs
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        return backend_support.why_not_fused(config) or why_no_hopper()
+
+    @override
+    def family(self) -> Composed:
+        from gpt2_fp8.layers.fused import Fused as Layers  # imports Triton
+
+        assert isinstance(self.recipe, DelayedRecipe)
+        return Layers(delayed_scaling(self.precision, self.recipe), self.recompute, self.kernel)
+
+    @override
+    def why_no_kernel(self, kernel: AttentionKernel) -> str | None:
+        if kernel == "flash":
+            heads, tokens, _ = self.attention_shape
+            return attention.why_not_flash(heads, tokens)
+        return why_no_transformer_engine() if kernel == "te" else super().why_no_kernel(kernel)
+
+    @override
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
+        rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
+        parts = describe_kernels(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        if in_bf16.head:
+            parts["logits"] = _KEPT
+        if every_block(in_bf16):
+            parts["gelu"] = _KEPT
+        parts["attention"] = self._attention(of_te=every_block(in_bf16))
+        return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
+
+    def _attention(self, of_te: bool) -> str:
+        """Name the kernels of attention, for people. `of_te`: all blocks are Transformer Engine's."""
+        heads, tokens, _ = self.attention_shape
+        if self.config.attention in ("sdpa", "math", "cudnn"):
+            return self.torch_attention()
+        if self.config.attention == "te" or (of_te and self.config.attention == "auto"):
+            return "Transformer Engine's choice"
+        if attention.has_torchs(heads, tokens):
+            return _because(self.torch_attention(), attention.why_not_flash(heads, tokens))
+        return _because(attention.kernels(heads), attention.why_not_flash(heads))
+
+    def slower(self) -> list[str]:
+        """List what is missing or broken on this machine, so that slower kernels do its work."""
+        flash = attention.why_no_flash()
+        return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
+
+
+def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
+    """Describe the kernel of each part of the fused layers but attention, by the part, and why not a faster one.
+
+    Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`, `layer_norm.keeps_rows`.
+
+    `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
+    """
+    missing, n_embd = nvrtc.missing() is not None, spec.n_embd
+    why_no_gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
+    gelu = _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu or missing else "inside its GEMMs"
+    # Training's logits. Those of an evaluation are in bfloat16, and stored.
+    why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
+    if missing or why_no_statistics:
+        logits = _because("without their statistics", why_no_statistics)
+    elif why_stored := product.why_logits(rows, padded_vocab_size, n_embd):
+        logits = _because("with their statistics", why_stored)
+    else:
+        logits = "never in memory"
+    if missing or n_embd > nvrtc.WIDEST_COLUMNS:
+        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {nvrtc.WIDEST_COLUMNS:,})")
+    else:
+        norm = "in CUDA C++, over rows"
+    casts = f"in {'Triton' if missing else 'CUDA C++'}"
+    return {"gelu": gelu, "logits": logits, "normalisation": norm, "casts": casts}
+
+
+def _because(what: str, why: str | None) -> str:
+    return what + (f" ({why})" if why else "")

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from gpt2_fp8.config import data_schema, tokenizer_file
 from gpt2_fp8.config.backend_support import ON_A_GPU
-from gpt2_fp8.config.block_spec import Heads, block_spec
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, FP8PrecisionConfig, Recompute, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, Recompute, RunConfig
 from gpt2_fp8.fp8.recipes import Recipe
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers import reference, sdpa
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
+from gpt2_fp8.runtime import collectives
 
 Device = Literal["cuda", "cpu"]
 Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
@@ -39,29 +40,38 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
+        fp8: whether GEMMs run in FP8.
+        recompute: what is computed again in the backward.
+        keep_bf16: names of the layers whose GEMMs stay in bf16.
+        attention_shape: the heads, the tokens and the dropout of attention.
         graphs: whether this run's micro-batches are recorded and replayed.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
+        keeps_weights: whether weights in FP8 are kept from one micro-batch of a step to the next.
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
             None if nothing is scaled.
     """
 
     name: ClassVar[str]
     fused_loss: ClassVar[bool] = True
+    keeps_weights: ClassVar[bool] = True
     compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
         self.compiled = self.graphs = False
+        self.fp8, self.recompute = ran.startswith("fp8"), config.activation_checkpointing
+        self.keep_bf16 = config.precision.keep_bf16 if isinstance(config.precision, FP8PrecisionConfig) else []
+        self.attention_shape = block_spec(config.model).heads, config.model.n_positions, config.model.dropout
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
     def own_recipe(self, auto: AutoRecipe) -> Recipe | None:
         """Return the recipe of a run that names none; None if nothing is scaled."""
-        return None
+        return auto.delayed
 
     @classmethod
-    @abstractmethod
     def why_not(cls, config: RunConfig) -> str | None:
         """Return why it cannot compute `config` on this machine; None if it can. The machine can do the precision."""
+        return None
 
     @abstractmethod
     def family(self) -> Composed:
@@ -75,25 +85,10 @@ class Backend(ABC):
         """
 
     @property
-    def fp8(self) -> bool:
-        """Whether GEMMs run in FP8."""
-        return self.ran.startswith("fp8")
-
-    @property
     def precision(self) -> FP8PrecisionConfig:
         """The settings of a run whose precision is FP8."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
         return self.config.precision
-
-    @property
-    def keep_bf16(self) -> list[str]:
-        """Names of the layers whose GEMMs stay in bf16."""
-        return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
-
-    @property
-    def recompute(self) -> Recompute:
-        """What is computed again in the backward."""
-        return self.config.activation_checkpointing
 
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
         """Return why these layers cannot take a kernel of attention on this machine; None if they can."""
@@ -108,11 +103,6 @@ class Backend(ABC):
         if kernel == "te":
             return "these layers have only torch's kernels"
         return sdpa.why_not(kernel, *self.attention_shape) if kernel in sdpa.HELD else None
-
-    @property
-    def attention_shape(self) -> tuple[Heads, int, float]:
-        """The heads, the tokens and the dropout of attention."""
-        return block_spec(self.config.model).heads, self.config.model.n_positions, self.config.model.dropout
 
     def torch_attention(self) -> str:
         """Name the kernel that torch runs for `attention`, for people."""
@@ -143,30 +133,26 @@ class Backend(ABC):
         kernel = self.config.attention
         return "sdpa" if self.config.document_mask and kernel != "math" else kernel
 
-    @property
-    def twin_kernel(self) -> AttentionKernel:
-        """What computes attention in a twin of plain-torch layers: `kernel`, unless these layers alone have it."""
-        return "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel
-
     def loss(
         self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0,
         targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside
-        `forward_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
+        With gradients, the run's penalties are part of it, and with any it is [3]: see `model.loss`. Call it inside
+        `forward_context`. `is_first_microbatch`: see `GPT2.forward`; where no weight is kept in FP8 it has no effect,
         and `torch.compile` makes one graph instead of three.
         """
-        is_first_microbatch = is_first_microbatch if self.fp8 else None
+        is_first_microbatch = is_first_microbatch if self.fp8 and self.keeps_weights else None
         return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty, targets)
 
     def bf16_model(self, model: GPT2) -> GPT2:
         """Return what computes in bf16 with the parameters of `model`, of an FP8 run, without FP8.
 
-        It is a twin of plain-torch layers: those of the run have no bf16.
+        It is a twin of plain-torch layers: those of the run have no bf16. Its attention is the run's, unless the
+        run's layers alone have that.
         """
-        return twin_of(model, self.recompute, self.twin_kernel)
+        return twin_of(model, self.recompute, "auto" if Backend.why_no_kernel(self, self.kernel) else self.kernel)
 
     def bf16_loss(
         self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False, targets: Tensor | None = None
@@ -179,9 +165,11 @@ class Backend(ABC):
 
     def scaling(self, model: GPT2) -> FP8Scaling:
         """Return the owner of the model's FP8 scales."""
-        if not self.fp8:
+        if not self.fp8 or not isinstance(self.recipe, DelayedRecipe):
             return FP8Scaling.of_nothing()
-        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+        settings = f"{self.precision.name}, {self.recipe}, {sorted(self.keep_bf16)}, {self.name}"
+        share = self.config.global_batch_size // collectives.rank_and_world()[1]
+        return FP8Scaling(model, settings, share, self.forward_context)
 
     @contextmanager
     def forward_context(self, fp8: bool = True) -> Iterator[None]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from gpt2_fp8.fp8 import recipes
 from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.recipes import convert_linears, float8_config
 from gpt2_fp8.fp8.support import why_no_torchao, why_not_recipe, why_not_te_fp8
-from gpt2_fp8.layers import fp8_cast, te
+from gpt2_fp8.layers import te
 from gpt2_fp8.layers.emulated import EmulatedScales, Emulation, Product
 
 MULTIPLE = 16  # FP8 GEMMs take products of this many rows and columns
@@ -64,11 +64,8 @@ class Conversion:
         return fp8
 
     def _emulate(self, module: nn.Module, fp8: list[str]) -> None:
-        scales = None
-        if isinstance(self.recipe, DelayedRecipe):
-            scales = EmulatedScales(recipes.delayed_scaling(self.precision, self.recipe))
-        kind = cast("fp8_cast.Recipe", self.recipe.name)
-        how = Emulation(kind, *recipes.formats(self.precision), self.precision.backward)
+        how, delayed = recipes.emulation(self.precision, self.recipe)
+        scales = EmulatedScales(delayed) if delayed else None
         _replace(module, lambda name, layer: _EmulatedLinear(layer, how, scales) if name in fp8 else None)
         if scales is not None:
             scales.allocate(next(module.parameters()).device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -104,12 +104,8 @@ class StoredScales:
         self.model = model
         self._places = {tensor: place for tensor in tensors if (place := _place(model, tensor)) is not None}
         self.found = list(self._places)
-        self._made: tuple[tuple[torch.device, list[int]], tuple[Tensor, Tensor]] | None = None
-
-    @cached_property
-    def _groups(self) -> list[tuple[Any, str]]:
-        """Where the state is: modules and directions, each once."""
-        return list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
+        self._groups = list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
+        self._made: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, Tensor]] = {}  # by device and sizes
 
     def _states(self) -> list[ScalingState]:
         return [states_of(owner)[direction] for owner, direction in self._groups]
@@ -150,19 +146,13 @@ class StoredScales:
 
         Both are on the device, and made once: to make them waits for the GPU.
         """
-        device, sizes = states[0].scale.device, [state.scale.numel() for state in states]
-        if self._made is None or self._made[0] != (device, sizes):
-            self._made = (device, sizes), self._columns_on(device, sizes)
-        return self._made[1]
-
-    def _columns_on(self, device: torch.device, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        starts, start = {}, 0
-        for group, size in zip(self._groups, sizes, strict=True):
-            starts[group] = start
-            start += size
-        columns = [starts[owner, direction] + column for owner, direction, column in self._places.values()]
-        largest = [torch.finfo(tensor.dtype).max for tensor in self.found]
-        return torch.tensor(columns, device=device), torch.tensor(largest, device=device)
+        device, sizes = states[0].scale.device, tuple(state.scale.numel() for state in states)
+        if (device, sizes) not in self._made:
+            starts = dict(zip(self._groups, accumulate(sizes, initial=0), strict=False))
+            columns = [starts[owner, direction] + column for owner, direction, column in self._places.values()]
+            largest = [torch.finfo(tensor.dtype).max for tensor in self.found]
+            self._made[device, sizes] = torch.tensor(columns, device=device), torch.tensor(largest, device=device)
+        return self._made[device, sizes]
 
 
 def headroom(tensor: FP8Tensor, stored: Stored) -> float:

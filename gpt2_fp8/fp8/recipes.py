@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RegisteredRecipe, StatelessRecipe
+from gpt2_fp8.layers import fp8_cast
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
+from gpt2_fp8.layers.emulated import Emulation
 from gpt2_fp8.runtime import registry
 
 Recipe = DelayedRecipe | StatelessRecipe | RegisteredRecipe
@@ -40,7 +42,7 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: Recipe) -> Any:
             fp8_format=fp8_format,
             amax_history_len=recipe.amax_history_len,
             amax_compute_algo=recipe.amax_compute_algo,
-            reduce_amax=False,  # ranks agree at the end of a step: see `state.agree`
+            reduce_amax=False,  # ranks agree at the end of a step: see `FP8Scaling.agree`
         )
     classes = {"current": te.Float8CurrentScaling, "block": te.Float8BlockScaling, "mxfp8": te.MXFP8BlockScaling}
     # Its "high_precision" multiplies the weights as they are, and cuBLAS has no float32 x bfloat16 (seen with 2.20.2).
@@ -68,6 +70,12 @@ def delayed_scaling(precision: FP8PrecisionConfig, recipe: DelayedRecipe) -> Del
     )
 
 
+def emulation(precision: FP8PrecisionConfig, recipe: Recipe) -> tuple[Emulation, DelayedScaling | None]:
+    """Return how the emulated layers cast their operands, and the settings of delayed scaling if it is their recipe."""
+    delayed = delayed_scaling(precision, recipe) if isinstance(recipe, DelayedRecipe) else None
+    return Emulation(cast("fp8_cast.Recipe", recipe.name), *formats(precision), precision.backward), delayed
+
+
 def formats(precision: FP8PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of activations and weights, and that of gradients."""
     return torch.float8_e4m3fn, torch.float8_e5m2 if precision.name == "fp8_hybrid" else torch.float8_e4m3fn
@@ -91,29 +99,21 @@ def float8_config(precision: FP8PrecisionConfig, recipe: str, head: bool = False
     gradient = torch.float8_e5m2 if head else gradient
     tensor, row = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 
-    def cast(dtype: torch.dtype, by_row: bool = rowwise, on: bool = True) -> Any:
+    def operand(dtype: torch.dtype, by_row: bool = rowwise, on: bool = True) -> Any:
         kind = ScalingType.DYNAMIC if on else ScalingType.DISABLED
         return CastConfig(scaling_type=kind, scaling_granularity=row if by_row and on else tensor, target_dtype=dtype)
 
     dgrad, wgrad = precision.backward != "bf16", precision.backward == "fp8"
     return Float8LinearConfig(
-        cast_config_input=cast(forward),
-        cast_config_weight=cast(forward),
-        cast_config_weight_for_grad_input=cast(forward, rowwise and wgrad, on=dgrad),
-        cast_config_grad_output=cast(gradient, on=dgrad),
-        cast_config_input_for_grad_weight=cast(forward, on=wgrad),
-        cast_config_grad_output_for_grad_weight=cast(gradient, on=wgrad),
+        cast_config_input=operand(forward),
+        cast_config_weight=operand(forward),
+        cast_config_weight_for_grad_input=operand(forward, rowwise and wgrad, on=dgrad),
+        cast_config_grad_output=operand(gradient, on=dgrad),
+        cast_config_input_for_grad_weight=operand(forward, on=wgrad),
+        cast_config_grad_output_for_grad_weight=operand(gradient, on=wgrad),
         round_scales_to_power_of_2=rowwise,
         emulate=emulate,
     )
-
-
-def weight_dtype(precision: FP8PrecisionConfig) -> torch.dtype | None:
-    """Return what weights are converted to before their product; None: they stay float32 until they are cast to FP8.
-
-    A backward in bfloat16 multiplies with the weight itself.
-    """
-    return torch.bfloat16 if precision.backward == "bf16" else None
 
 
 def convert_linears(module: nn.Module, config: Any, names: Collection[str]) -> None:

@@ -10,9 +10,8 @@ from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.fp8.backends import Emulated, Reference, Torchao, TransformerEngine
+from gpt2_fp8.fp8.backends import Emulated, Fused, Reference, Torchao, TransformerEngine
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.fused import Fused
 from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 
 BACKENDS: dict[str, type[Backend]] = {
@@ -36,7 +35,7 @@ class Plan:
     @property
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
-        return self.ran.startswith("fp8")
+        return self.backend.fp8
 
     @property
     def evaluates_in_bf16(self) -> bool:
@@ -78,19 +77,17 @@ class Plan:
 
     def computes_as(self, other: Plan) -> bool:
         """Tell whether a model of this plan can run under another: the same layers, precisions and device."""
-        return other is self or self._computes == other._computes
-
-    @property
-    def _computes(self) -> tuple[object, ...]:
-        return type(self.backend), self.ran, self.recipe, self.device, self.evaluates_in_bf16
+        mine, theirs = (
+            (type(plan.backend), plan.ran, plan.recipe, plan.device, plan.evaluates_in_bf16) for plan in (self, other)
+        )
+        return mine == theirs
 
 
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError in five cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
-    recipe. The backend that was asked for cannot compute the run. Its layers cannot take `attention`.
-    There is no GPU for `compile_mode`.
+    Raises UserError if FP8 cannot run and `precision.fallback=error`, if the GPU can do FP8 but not the recipe, if the
+    backend cannot compute the run or its layers cannot take `attention`, and without a GPU for `compile_mode`.
     """
     plan = _resolve(config, device)
     check_attention(plan.backend)
@@ -102,20 +99,20 @@ def resolve(config: RunConfig, device: Device) -> Plan:
 
 def _resolve(config: RunConfig, device: Device) -> Plan:
     precision = config.precision
+    assert precision.name != "fp8_e5m2"  # refused by the check of the settings
     if not isinstance(precision, FP8PrecisionConfig):
         backend = Reference if precision.backend == "auto" else _asked(config, precision.backend)
-        return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
-    assert precision.name != "fp8_e5m2"  # refused by the check of the settings
-    if precision.backend == Emulated.name:  # it needs no FP8 units, so there is nothing to fall back from
+    elif precision.backend == Emulated.name:  # it needs no FP8 units, so there is nothing to fall back from
         backend = _asked(config, precision.backend)
-        return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
-    if (reason := _why_not_fp8(config, device)) is None:
-        return Plan(device, precision.name, precision.name, None, _in_fp8(config)(config, precision.name, device))
-    lesser: Ran = "bf16" if device == "cuda" else "fp32"
-    if precision.fallback == "error":
-        cause = f"precision={precision.name} cannot run here: {reason}"
-        raise UserError.of(cause, f"precision.fallback=allow trains in {lesser}")
-    return Plan(device, precision.name, lesser, reason, Reference(config, lesser, device))
+    elif (reason := _why_not_fp8(config, device)) is None:
+        backend = _in_fp8(config)
+    else:
+        lesser: Ran = "bf16" if device == "cuda" else "fp32"
+        if precision.fallback == "error":
+            cause = f"precision={precision.name} cannot run here: {reason}"
+            raise UserError.of(cause, f"precision.fallback=allow trains in {lesser}")
+        return Plan(device, precision.name, lesser, reason, Reference(config, lesser, device))
+    return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
 
 
 def unaccelerated(config: RunConfig, device: Device) -> Plan:

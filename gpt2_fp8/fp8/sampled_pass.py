@@ -26,9 +26,8 @@ from gpt2_fp8.fp8.base import Backend, twin_of
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor, fp8_tensors
 from gpt2_fp8.layers.block import put_product
 from gpt2_fp8.layers.fp8_cast import scale_of
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.model.loss import loss_of
+from gpt2_fp8.model.loss import loss_of, trained_loss
 
 Observe = Callable[[str, str, Tensor], None]
 Recipe = Literal["delayed", "current", "rowwise", "block", "mxfp8"]
@@ -49,11 +48,9 @@ class SampledPass:
         self.backend, self.model = backend, model
         self.recipe: Recipe = backend.recipe.name
         self.tensors = fp8_tensors(backend.precision, backend.config.model.n_layer)
-        self._by_name: dict[tuple[str, str], FP8Tensor] = {
-            (tensor.layer, tensor.kind): tensor for tensor in self.tensors
-        }
+        self._by_name: dict[tuple[str, str], FP8Tensor] = {(found.layer, found.kind): found for found in self.tensors}
         self._twin: GPT2 | None = None
-        self._observe: Observe = _nothing
+        self._observe: Observe  # of the pass under way
 
     def __call__(
         self, ids: Tensor, share: int, micro_batch: int, scales: Mapping[FP8Tensor, Tensor]
@@ -78,11 +75,8 @@ class SampledPass:
                 found[tensor] = figures(x, tensor.dtype, self.recipe, given.get(tensor))
 
         self._observe = observe
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._go(ids, len(ids) / share)
-        finally:
-            self._observe = _nothing
+        with torch.inference_mode(False), torch.enable_grad():
+            self._go(ids, len(ids) / share)
         return found
 
     def _go(self, ids: Tensor, scale: float) -> None:
@@ -94,7 +88,7 @@ class SampledPass:
         finally:
             hook.remove()
         # Of the start of the residual stream alone: no parameter's gradient is computed, or touched.
-        torch.autograd.grad(penalties.trained(loss), start[0])
+        torch.autograd.grad(trained_loss(loss), start[0])
 
     def _built(self) -> GPT2:
         if self._twin is None:
@@ -117,10 +111,6 @@ class SampledPass:
             return y
 
         return product
-
-
-def _nothing(layer: str, kind: str, x: Tensor) -> None:
-    """Observe nothing."""
 
 
 @torch.no_grad()

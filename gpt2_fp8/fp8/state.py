@@ -8,12 +8,6 @@ weight and output of each GEMM forward, and its two gradients backward. TE (2.20
 micro-batch, and each time moves the history on by a row. At the end of the forward, which ends its region, it uses the
 amaxes of activations and weights. At the end of the backward, in the first layer, it uses those of gradients. So
 nothing is pending at the end of a step.
-
-**Outliers.** FP8 conversion saturates, so a flipped bit or one activation of 1e30 leaves a finite loss. But its amax
-would decide the scale for the whole length of the history, and a tensor quantized with that scale is all zeros. So an
-amax counts for at most `JUMP` times the second largest of its history. A real change comes again and then counts in
-full (up to `JUMP` times more each step). The host learns of it with the step's verdict and acts only then (`limit`): a
-run in which nothing jumps keeps every bit. In a history of one step, an accident lasts one step.
 """
 
 from __future__ import annotations
@@ -28,11 +22,9 @@ from torch import Tensor, nn
 
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.torch_private import copy_all
-from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.layers.delayed_scaling import Scales
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the last part of a state's name
-JUMP = 2.0**10
 
 
 @dataclass(frozen=True)
@@ -136,49 +128,6 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
             own.copy_(given)
 
 
-def agree(model: nn.Module) -> None:
-    """Give all ranks the same state: the largest of their amaxes, the smallest of their scales. Collective.
-
-    It takes one all-reduce, at the end of a step or of a calibration. It does not run within a forward, as Transformer
-    Engine's does (`reduce_amax`): a rank that runs out of memory would leave the others waiting there.
-
-    Under Transformer Engine's layers, ranks' scales may differ from a step's second micro-batch on. Each rank takes
-    them from its own text. The difference ends with the step, so rank 0's state in a checkpoint is that of all ranks.
-    """
-    states = list(scaling_states(model)) if collectives.is_distributed() else []
-    if not states:
-        return
-    histories, scales = [state.amax_history for state in states], [state.scale for state in states]
-    flat = _flat([*histories, *scales])
-    amaxes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
-    # NaN has no order, so it becomes infinity, which has one. No scale is taken from either.
-    amaxes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    negated.neg_()
-    collectives.maximum(flat)
-    negated.neg_()
-    _put_apart(flat, [*histories, *scales])
-
-
-def reset(model: nn.Module) -> None:
-    """Set every scale to 1 and every amax to 0, in the layers that have a state."""
-    for state in scaling_states(model):
-        state.scale.fill_(1.0)
-        state.amax_history.zero_()
-
-
-def clear_histories(model: nn.Module) -> None:
-    """Set every amax seen so far to 0; the scales stay."""
-    for state in scaling_states(model):
-        state.amax_history.zero_()
-
-
-def update_scales(model: nn.Module) -> None:
-    """Turn the amaxes seen so far into scales now. Transformer Engine's layers do so themselves after each pass."""
-    for module in model.modules():
-        if isinstance(module, Scales):
-            module.update()
-
-
 def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
     """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss.
 
@@ -203,18 +152,9 @@ def restored(model: nn.Module) -> AbstractContextManager[None]:
     return _put_back(_tensors(model))
 
 
-def kept(model: nn.Module) -> Callable[[], None]:
-    """Copy scales and histories, and return a function that puts them back. For a step that has to begin again.
-
-    Unfinished passes have changed the histories. Transformer Engine's record of those passes is discarded too.
-    """
-    put_back, forget = _kept(_tensors(model)), transformer_engine.unfinished_passes()
-
-    def begin_again() -> None:
-        put_back()
-        forget()
-
-    return begin_again
+def remember(model: nn.Module) -> Callable[[], None]:
+    """Copy scales and histories, and return a function that puts them back."""
+    return _copied(_tensors(model))
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -223,65 +163,27 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _put_back(tensors: list[Tensor]) -> Iterator[None]:
-    put_back = _kept(tensors)
+    put_back = _copied(tensors)
     try:
         yield
     finally:
         put_back()
 
 
-def _kept(tensors: list[Tensor]) -> Callable[[], None]:
+def _copied(tensors: list[Tensor]) -> Callable[[], None]:
     """Copy `tensors` and return a function that puts the copies back. All go into one tensor: a model has hundreds."""
     if not tensors:
         return lambda: None
-    flat = _flat(tensors)
-    return lambda: _put_apart(flat, tensors)
+    flat = flatten(tensors)
+    return lambda: unflatten(flat, tensors)
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """Copy all elements into one tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _put_apart(flat: Tensor, tensors: list[Tensor]) -> None:
+def unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the elements of `flat` back into the tensors from which it was made."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     copy_all(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
-
-
-def limited(history: Tensor, new: slice) -> Tensor:
-    """Copy `history`, float32 [rows, tensors], with the amaxes of the rows `new` limited.
-
-    Each is at most `JUMP` times the second largest of its column, if that is not 0. One that is not finite becomes 0.
-    """
-    finite = history.nan_to_num(nan=0.0, posinf=0.0)
-    if len(history) > 1:
-        second = finite.topk(2, dim=0).values[1]
-        finite[new] = torch.minimum(finite[new], torch.where(second > 0, second * JUMP, torch.inf))
-    return finite
-
-
-def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
-    """Count the model's FP8 tensors that `limit` would change, float32 on the device; None without delayed scaling.
-
-    Call it at the end of a step, after the ranks have agreed: it is then the same on all of them.
-    """
-    states = list(scaling_states(model))
-    if not states:
-        return None
-    history = torch.cat([state.amax_history for state in states], dim=1)
-    scale = torch.cat([state.scale for state in states])
-    jumped = (limited(history, states[0].rows_of_step(micro_batches)) != history).any(0)
-    return (jumped | (_represented(scale) != scale)).sum().float()
-
-
-def limit(model: nn.Module, micro_batches: int) -> None:
-    """Limit every history, and what was already taken from it. Call it before the next forward."""
-    for state in scaling_states(model):
-        before = state.amax_history.clone()
-        state.amax_history.copy_(limited(before, state.rows_of_step(micro_batches)))
-        state.rescale((state.amax_history != before).any(0))
-        state.scale.copy_(_represented(state.scale))
-
-
-def _represented(scale: Tensor) -> Tensor:
-    return scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

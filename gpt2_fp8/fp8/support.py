@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from textwrap import shorten
 
 import torch
 
 from gpt2_fp8.compat import torchao
 from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
-
-_NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 
 def why_no_fp8_units() -> str | None:
@@ -30,7 +29,7 @@ def why_not_te_fp8() -> str | None:
         available, reason = te.is_fp8_available(return_reason=True)
     except Exception as error:
         return _does_not_load(error)
-    return None if available else first_line(reason)
+    return None if available else shorten(str(reason), 200, placeholder="...")
 
 
 def why_no_torchao() -> str | None:
@@ -38,15 +37,10 @@ def why_no_torchao() -> str | None:
     return why_no_fp8_units() or torchao.why_not()
 
 
-def why_not_rowwise() -> str | None:
-    """Return why the GPU cannot do FP8 products with a scale a row; None if it can."""
-    return _too_old("recipe=rowwise", ROWWISE_CAPABILITY)
-
-
 def _why_no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
-    return _NO_GPU if torch.version.cuda else _NO_CUDA
+    return "there is no CUDA GPU" if torch.version.cuda else "this torch was built without CUDA"
 
 
 def _too_old(what: str, needed: tuple[int, int]) -> str | None:
@@ -77,13 +71,13 @@ def why_no_transformer_engine() -> str | None:
 
 def _does_not_load(error: Exception) -> str:
     """Describe a failed import. A broken build raises anything from OSError to RuntimeError; all mean the same."""
-    return f"Transformer Engine does not load: {type(error).__name__}: {first_line(error)}"
+    return f"Transformer Engine does not load: {type(error).__name__}: {shorten(str(error), 200, placeholder='...')}"
 
 
 def why_not_recipe(name: str) -> str | None:
     """Return why this machine, which can do FP8, cannot do a scaling recipe; None if it can."""
     if name == "rowwise":
-        return why_no_torchao() or why_not_rowwise()
+        return why_no_torchao() or _too_old("recipe=rowwise", ROWWISE_CAPABILITY)
     if name in ("auto", "current"):
         return None
     if reason := why_not_te_fp8():
@@ -94,7 +88,7 @@ def why_not_recipe(name: str) -> str | None:
     if name not in probes:
         return None
     available, reason = probes[name](return_reason=True)
-    return None if available else first_line(reason)
+    return None if available else shorten(str(reason), 200, placeholder="...")
 
 
 def why_no_hopper() -> str | None:
@@ -102,9 +96,3 @@ def why_no_hopper() -> str | None:
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None
-
-
-def first_line(reason: object) -> str:
-    """Return an error's text as one line of at most 200 characters."""
-    text = " ".join(str(reason).split())
-    return text[:197] + "..." if len(text) > 200 else text

@@ -142,12 +142,12 @@ def empty_pair(m: int, n: int, dtype: torch.dtype, device: torch.device, both: b
     return q, torch.empty((n, m) if both else 0, dtype=dtype, device=device)
 
 
-def tile_grid(m: int, n: int, groups: int = GROUPS, columns: int = COLUMNS) -> tuple[tuple[int, int], int]:
-    """Compute the grid of a kernel over tiles of 4 groups by columns, and how many tiles a program handles.
+def tile_grid(m: int, n: int) -> tuple[tuple[int, int], int]:
+    """Compute the grid of a kernel over tiles of 4 `GROUPS` by `COLUMNS`, and how many tiles a program handles.
 
     A program handles fewer tiles if otherwise multiprocessors would have no work.
     """
-    down, across = triton.cdiv(m, 4 * groups), triton.cdiv(n, columns)
+    down, across = triton.cdiv(m, 4 * GROUPS), triton.cdiv(n, COLUMNS)
     tiles = max(1, min(TILES, down * across // 1024))
     return (across, triton.cdiv(down, tiles)), tiles
 

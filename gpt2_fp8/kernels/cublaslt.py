@@ -49,9 +49,11 @@ class Result(ctypes.Structure):
     )
 
 
-def _signatures() -> dict[str, list[Any]]:
+@cache
+def library() -> Any:
+    """Return cuBLASLt with its functions declared. Raises RuntimeError if there is none."""
     pointer, int32, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-    return {
+    signatures = {
         "cublasLtCreate": [pointer],
         "cublasLtMatmulDescCreate": [pointer, int32, int32],
         "cublasLtMatmulDescSetAttribute": [pointer, int32, pointer, size],
@@ -64,13 +66,8 @@ def _signatures() -> dict[str, list[Any]]:
         # its bytes, stream
         "cublasLtMatmul": [*[pointer] * 14, size, pointer],
     }
-
-
-@cache
-def library() -> Any:
-    """Return cuBLASLt with its functions declared. Raises RuntimeError if there is none."""
     loaded = _open()
-    for name, arguments in _signatures().items():
+    for name, arguments in signatures.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
     loaded.cublasLtGetStatusName.argtypes = [ctypes.c_int]

@@ -213,8 +213,7 @@ def positions_gradient(dx: Tensor, out: Tensor, add: bool) -> None:
 
     If `add`, the sum is added to what `out` holds. The same bits every time.
     """
-    assert dx.is_contiguous()
-    assert out.is_contiguous()
+    assert all(t.is_contiguous() for t in (dx, out))
     batch, length, n = dx.shape
     assert length <= out.shape[0], (dx.shape, out.shape)
     assert out.shape[1] == n, (dx.shape, out.shape)

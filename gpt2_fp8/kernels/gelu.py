@@ -118,8 +118,7 @@ def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> GeluG
 
     dy, h: bfloat16 [M, N]. The amax of gelu(h) was already recorded by `gelu_cast`.
     """
-    assert dy.is_contiguous()
-    assert h.is_contiguous()
+    assert all(t.is_contiguous() for t in (dy, h))
     m, n = h.shape
     q, qt = empty_pair(m, n, slot.dtype, h.device)
     yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)

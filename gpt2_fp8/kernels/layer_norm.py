@@ -57,8 +57,11 @@ def layer_norm_cast(
     The third result is what the backward needs.
     """
     assert x.is_contiguous()
-    forward = _forward if keeps_rows(x.shape[1]) else layer_norm_tiles.forward
-    q, qt, mean, rstd = forward(x, weight, bias, epsilon, slot, both)
+    m, n = x.shape
+    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
+    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+    forward = _forward if keeps_rows(n) else layer_norm_tiles.forward
+    forward(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
     return q, qt, Statistics(mean, rstd)
 
 
@@ -72,7 +75,7 @@ def layer_norm_transposed(
     assert x.is_contiguous()
     assert (factors.dtype, factors.shape) == (torch.float32, x.shape[:1]), (factors.dtype, factors.shape)
     qt = torch.empty(x.shape[::-1], dtype=slot.dtype, device=x.device)
-    _normalise(x, weight, bias, epsilon, slot, (None, qt, None, None), True, factors)
+    _forward(x, weight, bias, epsilon, slot, (None, qt, None, None), True, factors)
     return qt
 
 
@@ -84,8 +87,13 @@ def layer_norm_backward(
     All are bfloat16 [M, N]. `residual=None`: x has no other use.
     """
     assert all(t.is_contiguous() for t in (dy, x, residual) if t is not None)
-    backward = _backward if keeps_rows(x.shape[1]) else layer_norm_tiles.backward
-    return LayerNormGradient(*backward(dy, x, *statistics, weight, residual, slot))
+    (m, n), dx = x.shape, torch.empty_like(x)
+    if slot is None:
+        q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
+    else:
+        q, qt = empty_pair(m, n, slot.dtype, x.device)
+    backward = _backward if keeps_rows(n) else layer_norm_tiles.backward
+    return LayerNormGradient(dx, q, qt, backward(dy, x, *statistics, weight, residual, slot, (dx, q, qt)))
 
 
 class _Shape(NamedTuple):
@@ -151,17 +159,6 @@ def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute both layouts, mean and rstd: see `layer_norm_cast`."""
-    m, n = x.shape
-    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
-    _normalise(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
-    return q, qt, mean, rstd
-
-
-def _normalise(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, results: tuple[Tensor | None, ...], both: bool,
     factors: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -177,23 +174,18 @@ def _normalise(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dx, both layouts, and the sums: see `layer_norm_backward`."""
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Write the results: dx and both layouts. Return the sums: see `LayerNormGradient`."""
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _backward_shape(n, m, processors, 2 if residual is None else 3)
     grid = min(-(-m // shape.tile), processors * shape.blocks)
-    dx = torch.empty_like(x)
     sums = torch.empty(grid, 3, n, dtype=torch.float32, device=x.device)
-    if slot is None:
-        q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
-        scale, amax, e4m3 = mean, mean, False
-    else:
-        q, qt = empty_pair(m, n, slot.dtype, x.device)
-        scale, amax, e4m3 = slot.scale, slot.amax, slot.dtype == torch.float8_e4m3fn
-    launch = _kernel(
-        "layer_norm_backward", n, shape, x.device, E4M3=e4m3, CAST=slot is not None, RESIDUAL=residual is not None
-    )
-    launch(grid, dy, x, dx if residual is None else residual, mean, rstd, weight, dx, q, qt, sums, scale, amax, m)
-    return dx, q, qt, sums
+    cast, e4m3 = slot is not None, slot is not None and slot.dtype == torch.float8_e4m3fn
+    scale, amax = (mean, mean) if slot is None else (slot.scale, slot.amax)
+    launch = _kernel("layer_norm_backward", n, shape, x.device, E4M3=e4m3, CAST=cast, RESIDUAL=residual is not None)
+    second = results[0] if residual is None else residual
+    launch(grid, dy, x, second, mean, rstd, weight, *results, sums, scale, amax, m)
+    return sums

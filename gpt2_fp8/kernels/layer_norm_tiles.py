@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, tile_grid
+from gpt2_fp8.kernels.cast import COLUMNS, GROUPS, WARPS, largest4, load_row, store_both, tile_grid
 from gpt2_fp8.kernels.formats import Slot
 
-COLUMNS, WARPS, STAGES = 64, 4, 3  # forward: a program goes over blocks of COLUMNS while the next two are loaded
-BACKWARD_GROUPS, BACKWARD_COLUMNS, BACKWARD_STAGES = 16, 64, 3  # backward: tiles as in `cast`
+STAGES = 3  # a program goes over blocks of columns, and in the backward over tiles, while the next two are loaded
 
 
 def _groups(m: int) -> int:
@@ -166,40 +165,32 @@ def _backward(
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, results: tuple[Tensor, ...], both: bool
+) -> None:
+    """Write the results: both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
     m, n = x.shape
-    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     groups = _groups(m)
     _forward[(triton.cdiv(m, 4 * groups),)](
-        x, weight, bias, q, qt, mean, rstd, slot.scale, slot.amax, m, n, epsilon,
+        x, weight, bias, *results, slot.scale, slot.amax, m, n, epsilon,
         BOTH=both, GROUPS=groups, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    return q, qt, mean, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dx, both layouts, and the sums: see `layer_norm.layer_norm_backward`."""
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Write the results: dx and both layouts. Return the sums: see `layer_norm.LayerNormGradient`."""
     m, n = x.shape
     along, total = torch.empty_like(mean), torch.empty_like(mean)
     rows, columns = (32, 128) if m >= 16384 else (4, 256)
     _row_sums[(triton.cdiv(m, rows),)](dy, x, mean, rstd, weight, along, total, m, n, ROWS=rows, COLUMNS=columns)
-    grid, tiles = tile_grid(m, n, BACKWARD_GROUPS, BACKWARD_COLUMNS)
-    dx = torch.empty_like(x)
+    grid, tiles = tile_grid(m, n)
     sums = torch.empty(grid[1], 3, n, dtype=torch.float32, device=x.device)
-    if slot is None:
-        q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
-        scale = amax = mean
-    else:
-        q, qt = empty_pair(m, n, slot.dtype, x.device)
-        scale, amax = slot.scale, slot.amax
+    scale, amax = (mean, mean) if slot is None else (slot.scale, slot.amax)
     _backward[grid](
-        dy, x, mean, rstd, along, total, weight, dx if residual is None else residual, dx, q, qt, sums, scale, amax,
-        m, n, tiles, CAST=slot is not None, RESIDUAL=residual is not None,
-        GROUPS=BACKWARD_GROUPS, COLUMNS=BACKWARD_COLUMNS, STAGES=BACKWARD_STAGES, num_warps=WARPS,
+        dy, x, mean, rstd, along, total, weight, results[0] if residual is None else residual, *results, sums,
+        scale, amax, m, n, tiles, CAST=slot is not None, RESIDUAL=residual is not None,
+        GROUPS=GROUPS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    return dx, q, qt, sums
+    return sums

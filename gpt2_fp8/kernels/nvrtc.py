@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 def _probe() -> str | None:
     try:
-        _compile('extern "C" __global__ void probe() {}', {}, torch.cuda.current_device()).get_kernel("probe")
+        _compile('extern "C" __global__ void probe() {}', (), torch.cuda.current_device()).get_kernel("probe")
     except ModuleNotFoundError as error:
         if error.name in ("cuda", "cuda.core"):
             return "cuda-core is not installed"
@@ -44,13 +44,13 @@ def _probe() -> str | None:
     return None
 
 
-def _compile(source: str, constants: Mapping[str, int], device: int) -> Any:
+def _compile(source: str, constants: Iterable[tuple[str, int]], device: int) -> Any:
     """Compile CUDA C++, with constants as macros, for a device; or take the result from the cache on disk."""
     from cuda.core import Program, ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 
     major, minor = torch.cuda.get_device_capability(device)
-    macros = [(key, str(value)) for key, value in constants.items()]
+    macros = [(key, str(value)) for key, value in constants]
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with features of only this architecture
     options = ProgramOptions(std="c++17", arch=arch, define_macro=macros or None)
     try:
@@ -63,14 +63,16 @@ def _compile(source: str, constants: Mapping[str, int], device: int) -> Any:
 class Kernel:
     """One kernel, compiled with its constants for one device, with blocks of `threads` and `shared_bytes` each."""
 
-    def __init__(self, name: str, constants: Mapping[str, int], device: int, threads: int, shared_bytes: int):
+    def __init__(
+        self, name: str, constants: tuple[tuple[str, int], ...], device: torch.device, threads: int, shared_bytes: int
+    ):
         from cuda.bindings import driver
 
         source = "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
-        self._kernel = _compile(source, constants, device).get_kernel(name)
-        self._threads, self._shared_bytes, self._device = threads, shared_bytes, device
+        self._kernel = _compile(source, constants, device.index).get_kernel(name)
+        self._threads, self._shared_bytes, self._device = threads, shared_bytes, device.index
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, device)
+        (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, device.index)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory: {status.name}")
 
@@ -86,7 +88,12 @@ class Kernel:
         if (current := torch.cuda.current_device()) != self._device:
             raise RuntimeError(f"tensors are on cuda:{self._device}, and the current device is cuda:{current}")
         if _thread.device != self._device:
-            _make_current(self._device)
+            # torch gives a thread the device's context with its own first work there. But a launch through the driver
+            # may come earlier: the first launch of a backward runs in one of autograd's threads.
+            from cuda.core import Device
+
+            Device(self._device).set_current()
+            _thread.device = self._device
         stream = _stream(torch.cuda.current_stream().cuda_stream)
         launch(stream, self._config(grid), self._kernel, *map(_argument, arguments))
 
@@ -104,18 +111,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _make_current(device: int) -> None:
-    """Give this thread the device's context.
-
-    Torch does so with its own first work there. But a launch through the driver may come earlier: the first launch of a
-    backward runs in one of autograd's threads.
-    """
-    from cuda.core import Device
-
-    Device(device).set_current()
-    _thread.device = device
 
 
 def _source(file: str) -> str:
@@ -164,11 +159,7 @@ def processors(device: torch.device) -> int:
 
 def kernel(name: str, constants: Mapping[str, int], device: torch.device, threads: int, shared_bytes: int) -> Kernel:
     """Return the kernel `name` of `cuda/NAME.cu`, compiled once. Raises RuntimeError, or cuda.core's own errors."""
-    return _compiled(name, tuple((key, int(value)) for key, value in constants.items()), device, threads, shared_bytes)
+    return _kernel(name, tuple((key, int(value)) for key, value in constants.items()), device, threads, shared_bytes)
 
 
-@cache
-def _compiled(
-    name: str, constants: tuple[tuple[str, int], ...], device: torch.device, threads: int, shared_bytes: int
-) -> Kernel:
-    return Kernel(name, dict(constants), device.index, threads, shared_bytes)
+_kernel = cache(Kernel)

@@ -118,8 +118,7 @@ def product_probabilities(operands: Operands, references: Tensor, targets: Tenso
     """
     a, b, *scales = operands
     m, n = a.shape[0], b.shape[0]
-    assert references.is_contiguous()
-    assert targets.is_contiguous()
+    assert all(t.is_contiguous() for t in (references, targets))
     assert (references.dtype, references.shape) == (torch.float32, (m,)), (references.dtype, references.shape)
     assert (targets.dtype, targets.shape) == (torch.int64, (m,)), (targets.dtype, targets.shape)
     if targets.data_ptr() % 16:  # two are read at once, and those of a single sequence begin 8 bytes into its ids

@@ -71,11 +71,9 @@ def weight_gradient(
     assert bt.shape[1] == m, (a.shape, bt.shape)
     assert (a.dtype, bt.dtype) in PAIRS, (a.dtype, bt.dtype)
     assert m % 64 == n % 128 == d % 128 == 0, (m, n, d)
-    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, bt)), "whole boxes at multiples of 16 bytes"
-    for t in (out,) if add is None else (out, add):
-        assert (t.dtype, t.shape) == (torch.float32, (d, n) if transposed else (n, d)), (t.dtype, t.shape)
-        assert t.is_contiguous()
-        assert t.data_ptr() % 16 == 0
+    results = (out,) if add is None else (out, add)
+    assert all((t.dtype, t.shape) == (torch.float32, (d, n) if transposed else (n, d)) for t in results)
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, bt, *results)), "at multiples of 16 bytes"
     assert all(t.dtype == torch.float32 and t.numel() == 1 for t in (a_scale_inv, b_scale_inv))
     work = _work(n, d, m, a.device)
     given = {"E4M3": True, "A_E5M2": a.dtype == E5M2, "B_E5M2": bt.dtype == E5M2, "TRANSPOSED": transposed}

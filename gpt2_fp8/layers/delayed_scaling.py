@@ -2,7 +2,7 @@
 
 One row of tensors holds the whole model's state, so that a step's update takes only a few kernel launches. Scales
 change once an optimizer step, at its first forward. They are the same in all its micro-batches and on all ranks: the
-ranks agreed about the amaxes at the end of the step before (`fp8.state.agree`).
+ranks agreed about the amaxes at the end of the step before (`FP8Scaling.agree`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gpt2_fp8.kernels.formats import LARGEST, Slot
 
 Direction = Literal["forward", "gradient"]
-TENSORS = ("scale", "scale_inv", "history", "largest")
 
 # Scales stay between 1 / LARGEST_SCALE and LARGEST_SCALE. GEMMs multiply two inverse scales, and 2^-120 is still a
 # normal float32: kernels that flush subnormal numbers to 0 read it correctly.
@@ -71,26 +70,18 @@ class Scales(nn.Module):
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors: every scale is 1, every amax 0."""
-        largest = [
-            LARGEST[getattr(self.settings, direction)]
-            for direction, count in self._counts.items()
-            for _ in range(count)
-        ]
-        n = len(largest)
-        values = {
-            "scale": torch.ones(n, device=device),
-            "scale_inv": torch.ones(n, 4, device=device),
-            "history": torch.zeros(self.settings.history, n, device=device),
-            "largest": torch.tensor(largest, device=device),
-        }
-        vars(self).update(values)
+        largest = [LARGEST[getattr(self.settings, way)] for way, count in self._counts.items() for _ in range(count)]
+        self.scale = torch.ones(len(largest), device=device)
+        self.scale_inv = torch.ones(len(largest), 4, device=device)
+        self.history = torch.zeros(self.settings.history, len(largest), device=device)
+        self.largest = torch.tensor(largest, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._slots = {}  # slots are views of tensors that may now be on another device
-        for name in TENSORS:
+        for name in ("scale", "scale_inv", "history", "largest"):
             if name in vars(self):
-                value = vars(self)[name]
-                vars(self)[name] = value.to(fn(value).device)
+                value = getattr(self, name)
+                setattr(self, name, value.to(fn(value).device))
         return super()._apply(fn, recurse)
 
     def slot(self, place: Place) -> Slot:
@@ -124,7 +115,7 @@ class Scales(nn.Module):
         """Turn the amaxes seen so far into scales.
 
         An amax that is not finite is ignored. A tensor without any other amax keeps its scale. For amaxes that have
-        jumped see `fp8.state.limit`.
+        jumped see `FP8Scaling.limit`.
         """
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)

@@ -58,7 +58,7 @@ class EmulatedScales(Scales):
             row.copy_(torch.fmax(row, seen.grad))  # NaN is no amax
             seen.grad = None
 
-        vars(self)["seen"] = torch.zeros_like(row).requires_grad_()
+        self.seen = torch.zeros_like(row).requires_grad_()
         self.seen.register_post_accumulate_grad_hook(record)
 
     def of(self, places: Iterable[Place]) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,6 @@ accumulated by the GEMMs themselves. Parameters have the names, shapes and initi
 A block's backward is written by hand (`_BlockFunction`), in the order of the chain rule, with one exception: autograd
 differentiates attention, whatever kernel computes it.
 
-A block's backward also writes the gradient of the output of the block below in FP8, with the kernel that computes it.
-That is kept there (`Received`) until the block below's own backward.
-
 Shapes: M = batch * tokens rows, d = n_embd, f = hidden channels of the MLP. `x8` is x in FP8 [M, d], `x8t` its
 transpose [d, M].
 """

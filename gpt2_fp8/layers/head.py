@@ -112,7 +112,8 @@ class _HeadFunction(torch.autograd.Function):
         parts = [slice(start, start + CHUNK_ROWS) for start in range(0, len(x), CHUNK_ROWS)]
         chunks = [Chunk(head, x[part], targets[part], vocab_size, part) for part in parts]
         if gradients is None:
-            known = _concatenate([_evaluate(chunk) for chunk in chunks])
+            losses = [softmax_statistics(head(chunk.x), chunk.targets, vocab_size)[0] for chunk in chunks]
+            known = _Known(torch.cat(losses), None)
         elif fit_without_logits(chunks):
             known = _train_without_logits(chunks, x, targets, gradients)
         else:
@@ -161,11 +162,6 @@ def _concatenate(parts: Sequence[_Known]) -> _Known:
     return _Known(torch.cat([part.losses for part in parts]), torch.cat(of_sums) if of_sums else None)
 
 
-def _evaluate(chunk: Chunk) -> _Known:
-    """Compute a chunk's losses, of logits in bfloat16."""
-    return _Known(softmax_statistics(chunk.head(chunk.x), chunk.targets, chunk.vocab_size)[0], None)
-
-
 def _train_with_logits(chunk: Chunk, gradients: _Gradients) -> _Known:
     """Compute a chunk's losses, and add its share to `gradients`. Its logits are freed here."""
     head, x, targets, vocab_size, rows = chunk
@@ -180,7 +176,7 @@ def _train_with_logits(chunk: Chunk, gradients: _Gradients) -> _Known:
     )  # fmt: skip
     del logits, y8
     matmul(g8, linear.w8t, dy, scale_inv, of_weight, add=dy)
-    dx = gradients.add(_Share(dy, g8t, scale_inv, y8t, targets, at_targets), x, statistics)
+    dx = gradients.add(x, statistics, dy, (g8t, scale_inv), y8t, targets, at_targets)
     if isinstance(rows, slice):
         gradients.dx[rows] = dx
     else:
@@ -241,20 +237,9 @@ def _train_chunk_without_logits(chunk: Chunk, ids: Frequent, gradients: _Gradien
     matmul(made.q, linear.w8t, dy, scale_inv, operands.b_scale_inv)
     at_targets = add_target_rows(dy, known.factors, known.rest, targets, weight, inputs)
     y8t = layer_norm_transposed(*normalisation, known.factors)
-    gradients.dx[part] = gradients.add(_Share(dy, made.qt, scale_inv, y8t, targets, at_targets), x, statistics)
+    gradients.dx[part] = gradients.add(x, statistics, dy, (made.qt, scale_inv), y8t, targets, at_targets)
     losses = torch.where(aside.found > ROOM, torch.nan, known.losses)
     return _Known(losses, known.log_sums if gradients.z_loss else None), aside.rows + part.start, aside.targets
-
-
-class _Share(NamedTuple):
-    """What a chunk of rows has for the gradients."""
-
-    dy: Tensor  # of its normalised rows, bfloat16 [m, d]
-    g8t: Tensor  # of its logits, E5M2 [N, m], but for what it lacks at targets
-    scale_inv: Tensor  # of that, float32 of one element
-    y8t: Tensor  # its normalised rows, times what g8t is off by, FP8 [d, m]
-    targets: Tensor  # int64 [m]
-    at_targets: Tensor  # what its rows add to the weight's gradient of their targets, bfloat16 [m, d]
 
 
 class _Gradients:
@@ -274,12 +259,21 @@ class _Gradients:
         """Return the inverse scale of a softmax in E5M2 that was multiplied by `factor`, float32 of one element."""
         return self.loss_weight / (factor * mean_of_rounded(HEAD_GRADIENT))
 
-    def add(self, share: _Share, x: Tensor, statistics: Statistics) -> Tensor:
-        """Add a chunk's share to the parameters' gradients; return the gradient of its input x [m, d]."""
+    def add(
+        self, x: Tensor, statistics: Statistics, dy: Tensor, of_logits: tuple[Tensor, Tensor], y8t: Tensor,
+        targets: Tensor, at_targets: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Add a chunk's share to the parameters' gradients; return the gradient of its input x [m, d].
+
+        dy: that of its normalised rows, bfloat16 [m, d]. of_logits: E5M2 [N, m], and its inverse scale; it lacks a part
+        at the targets. y8t: the normalised rows, times what of_logits is off by, FP8 [d, m]. at_targets: what the rows
+        add to the weight's gradient of their targets, bfloat16 [m, d].
+        """
         weight, input_scale = self.weight, self.head.linear.slot("input").scale_inv
-        matmul(share.g8t, share.y8t, weight, share.scale_inv, input_scale, add=weight if self.begun else None)
-        embedding_gradient(share.at_targets[None], share.targets.clamp_min(0)[None], weight)
-        result = layer_norm_backward(share.dy, x, statistics, self.head.layer_norm_weight, None, None)
+        g8t, scale_inv = of_logits
+        matmul(g8t, y8t, weight, scale_inv, input_scale, add=weight if self.begun else None)
+        embedding_gradient(at_targets[None], targets.clamp_min(0)[None], weight)
+        result = layer_norm_backward(dy, x, statistics, self.head.layer_norm_weight, None, None)
         for i in range(2):
             reduce_columns(result.sums[:, i], self.norm[i], add=self.begun)
         self.begun = True

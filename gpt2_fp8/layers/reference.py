@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.config.block_spec import MLP, Bands, Heads, Norm, RoPE
-from gpt2_fp8.config.kept_layers import Part
+from gpt2_fp8.config.kept_layers import NO_PARTS, Part
 from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers.sdpa import causal
 
@@ -36,14 +36,14 @@ def _norm_bias(width: int, norm: Norm) -> Any:
 
 
 class LayerNormLinear(nn.Module):
-    """y = Norm(x) W^T + b. x: [..., in_features]; y: [..., out_features].
+    """y = Norm(x) W^T + b. x: [..., in_features]; y: [..., out_features]. `fp8` has no effect in these layers.
 
     `product(x, weight, bias)` computes x W^T + b; a family may set another.
     """
 
     product: Product = staticmethod(F.linear)
 
-    def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool):
+    def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool = False):
         super().__init__()
         self.epsilon = norm.epsilon
         self.layer_norm_weight = _parameter(in_features)
@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
     product: Product = staticmethod(F.linear)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool):
+    def __init__(self, in_features: int, out_features: int, bias: bool, fp8: bool = False):
         super().__init__()
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
@@ -82,7 +82,9 @@ class LayerNormMLP(nn.Module):
     fc1_product: Product = staticmethod(F.linear)
     fc2_product: Product = staticmethod(F.linear)
 
-    def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool = False):
+    def __init__(
+        self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part] = NO_PARTS, recompute: bool = False
+    ):
         super().__init__()
         self.recompute, self.epsilon, self.gated = recompute, norm.epsilon, mlp.kind == "swiglu"
         self.layer_norm_weight = _parameter(n_embd)
@@ -100,13 +102,16 @@ class LayerNormMLP(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
-        x = self.fc1_product(x, self.fc1_weight, self.fc1_bias)
-        if self.gated:
-            gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
-        else:
-            x = F.gelu(x, approximate="tanh")
+        x = activate(self.fc1_product(x, self.fc1_weight, self.fc1_bias), self.gated)
         return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
+
+
+def activate(h: Tensor, gated: bool) -> Tensor:
+    """Compute an MLP's activation of its hidden layer: SwiGLU's if it is `gated`, else GELU."""
+    if gated:
+        gate, h = h.chunk(2, dim=-1)
+        return F.silu(gate) * h
+    return F.gelu(h, approximate="tanh")
 
 
 def angles(rope: RoPE, size: int, tokens: int, device: torch.device) -> Tensor:
@@ -198,24 +203,9 @@ def again(part: Callable[..., Tensor], *inputs: Any, draws: bool) -> Tensor:
     return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
-def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
-    """Build what the package describes. `fp8` has no effect here."""
-    return LayerNormLinear(in_features, out_features, norm, bias)
-
-
 def head(n_embd: int, padded_vocab_size: int, norm: Norm, fp8: bool) -> nn.Module:
     """Build what the package describes. `fp8` has no effect here."""
     return LayerNormLinear(n_embd, padded_vocab_size, norm, bias=False)
 
 
-def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
-    """Build what the package describes. `fp8` has no effect here."""
-    return Linear(in_features, out_features, bias)
-
-
-def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool) -> nn.Module:
-    """Build what the package describes. `fp8` has no effect here."""
-    return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
-
-
-attention = Attention
+attention, linear, layer_norm_linear, layer_norm_mlp = Attention, Linear, LayerNormLinear, LayerNormMLP

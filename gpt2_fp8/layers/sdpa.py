@@ -7,6 +7,7 @@ middle of a document, and each separator is a border. Positions go on from one d
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +43,11 @@ def causal(
     """
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if mask is not None and kernel == "math":
-        with sdpa_kernel(HELD[kernel]):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=shared)
-    elif mask is not None:
-        assert kernel not in HELD, "refused by the check of the settings"
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=shared)
-    elif kernel in HELD:
-        with sdpa_kernel(HELD[kernel]):
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    assert mask is None or kernel == "math" or kernel not in HELD, "refused by the check of the settings"
+    with sdpa_kernel(HELD[kernel]) if kernel in HELD else nullcontext():
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared
+        )
     return y.transpose(1, 2).flatten(2)
 
 

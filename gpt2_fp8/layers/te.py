@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -165,12 +164,7 @@ class SplitMLP(nn.Module):
 
     def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         h = self.fc1(x, is_first_microbatch)
-        if self.gated:
-            gate, h = h.chunk(2, dim=-1)
-            z = F.silu(gate) * h
-        else:
-            z = F.gelu(h, approximate="tanh")
-        return self.fc2(z, is_first_microbatch)
+        return self.fc2(reference.activate(h, self.gated), is_first_microbatch)
 
 
 def _taken_over(layer: nn.Module, name: str) -> nn.Parameter | None:
@@ -200,7 +194,12 @@ class Attention(reference.Attention):
         self.splitter = split_along_dim()
         # Transformer Engine 2.20 recommends its argument `qkv_layer=` instead, but the backward of that copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
-        self.kernel = _kernel(heads, dropout) if kernel in ("auto", "te") else None
+        self.kernel = None
+        if kernel in ("auto", "te"):
+            self.kernel = _variant("DotProductAttention")(
+                heads.n_head, heads.size, num_gqa_groups=heads.n_kv_head, attention_dropout=dropout,
+                qkv_format="bshd", attn_mask_type="causal",
+            )  # fmt: skip
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split into queries, keys and values, with a backward that does not copy."""
@@ -222,13 +221,6 @@ class Attention(reference.Attention):
             return super().attend(q, k, v, mask)
         assert mask is None
         return self.kernel(q, k, v)
-
-
-def _kernel(heads: Heads, dropout: float) -> nn.Module:
-    return _variant("DotProductAttention")(
-        heads.n_head, heads.size, num_gqa_groups=heads.n_kv_head, attention_dropout=dropout, qkv_format="bshd",
-        attn_mask_type="causal",
-    )  # fmt: skip
 
 
 attention = Attention

@@ -34,6 +34,7 @@ class Decoder:
         heads, weight = model.spec.heads, model.tokens.weight
         assert 1 <= capacity <= model.config.n_positions
         self.model, self.capacity, self.device = model, capacity, weight.device
+        self._blocks: Any = model.blocks
         shape = (model.config.n_layer, rows, heads.n_kv_head, capacity, heads.size)
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2))
         rope = model.spec.positions
@@ -87,7 +88,7 @@ class Decoder:
             place = torch.arange(longest, device=self.device)
             borders = (ids == model.separator) & (place < lengths[:, None])
             self._starts[into] = ((place + (not model.separator_begins)) * borders).amax(1)
-        for i, block in enumerate(map(_any, model.blocks)):
+        for i, block in enumerate(self._blocks):
             q, k, v = block.attention.prepare(block.qkv(x), angle)
             self._keys[i, into, :, :longest], self._values[i, into, :, :longest] = k.transpose(1, 2), v.transpose(1, 2)
             x = block.after_attention(x, block.attention.attend(q, k, v, mask))
@@ -104,7 +105,7 @@ class Decoder:
         x = F.embedding(ids, model.tokens.weight)
         x = x if model.positions is None else x + model.positions.weight[places]
         every = torch.arange(rows, device=self.device)
-        for i, block in enumerate(map(_any, model.blocks)):
+        for i, block in enumerate(self._blocks):
             q, k, v = block.attention.prepare(block.qkv(x)[None], angle)
             keys, values = self._keys[i], self._values[i]
             if mask is None:
@@ -131,8 +132,3 @@ class Decoder:
             mask &= keys >= (starts if begins else self._starts)[:, None]
             self._starts = starts
         return mask[:, None, None]
-
-
-def _any(block: Any) -> Any:
-    """Return a block of a `ModuleList`, whose type torch does not tell."""
-    return block

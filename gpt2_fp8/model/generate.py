@@ -122,6 +122,19 @@ class Text:
     ids: list[int] = field(default_factory=list)
     ended: End | None = None
 
+    def add(self, new: int | None, end: int | None) -> None:
+        """Add an id, unless the text has ended; None: its logits were not finite. `end`: the id that ends it."""
+        if self.ended:
+            return
+        if new is None:
+            self.ended = "not finite"
+        elif new == end:
+            self.ended = "end of text"
+        else:
+            self.ids.append(new)
+            if len(self.ids) >= self.most:
+                self.ended = "tokens"
+
 
 def go_on(decoder: Decoder, texts: list[Text], sampling: Sampling, vocab_size: int, end: int | None) -> Iterator[None]:
     """Draw ids for texts, one for each a turn, until all have ended; yields after each turn.
@@ -134,25 +147,11 @@ def go_on(decoder: Decoder, texts: list[Text], sampling: Sampling, vocab_size: i
     while True:
         drawn = _draw(logits[:, :vocab_size], sampling, generators, [text.ended is None for text in texts])
         for text, new in zip(texts, drawn, strict=True):
-            _add(text, new, end)
+            text.add(new, end)
         yield
         if all(text.ended for text in texts):
             return
         logits = decoder.step([None if text.ended else text.ids[-1] for text in texts])
-
-
-def _add(text: Text, new: int | None, end: int | None) -> None:
-    """Add an id to a text that has not ended; None: its logits were not finite."""
-    if text.ended:
-        return
-    if new is None:
-        text.ended = "not finite"
-    elif new == end:
-        text.ended = "end of text"
-    else:
-        text.ids.append(new)
-        if len(text.ids) >= text.most:
-            text.ended = "tokens"
 
 
 def _draw(

@@ -94,18 +94,15 @@ class GPT2(nn.Module):
 
     def _given(self, ids: Tensor) -> tuple[Tensor | None, ...]:
         """Compute once what all blocks are given: nothing, RoPE's angles, or these (or None) and the mask."""
+        rope, angle = self.spec.positions, None
+        if isinstance(rope, RoPE):
+            angle = angles(rope, self.spec.heads.size, ids.shape[1], ids.device)
         if self.separator is None:
-            return self._rotation(ids)
+            return () if angle is None else (angle,)
         device = ids.device.type
         in_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if in_autocast else self.tokens.weight.dtype
-        mask = within_documents(ids, self.separator, dtype, self.separator_begins)
-        return *(self._rotation(ids) or (None,)), mask
-
-    def _rotation(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """Compute RoPE's angles once for all blocks; empty without RoPE."""
-        rope = self.spec.positions
-        return (angles(rope, self.spec.heads.size, ids.shape[1], ids.device),) if isinstance(rope, RoPE) else ()
+        return angle, within_documents(ids, self.separator, dtype, self.separator_begins)
 
 
 def _leave_out_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -127,7 +124,7 @@ def initialise(model: GPT2, seed: int) -> None:
     device and order of construction gives the same values.
     """
     config, padded_vocab_size = model.config, model.tokens.num_embeddings
-    roles = {p.name: p.role for p in parameters(model.spec, config.n_layer, config.n_positions, padded_vocab_size)}
+    roles = {p.name: p.role for p in parameters(config, padded_vocab_size)}
     for name, parameter in model.named_parameters():
         if roles[name] == "bias":
             parameter.zero_()

@@ -6,7 +6,7 @@ queries, keys and values apart, and the gate apart from what it gates. Heads and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.hf_config import GPT2, Architecture
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.model.parameters import Parameter, parameters
+from gpt2_fp8.model.parameters import Parameter, packed_rows, parameters
 
 # By our names without `weight` or `bias`: the names there, which end in `.weight` or `.bias`.
 _GPT2 = {
@@ -59,8 +59,7 @@ def places(model: ModelConfig, architecture: Architecture, vocab_size: int) -> l
     """List where each parameter of a model lies, in the order of its state dict."""
     spec = block_spec(model)
     padding = padded_vocabulary(vocab_size) - vocab_size
-    every = parameters(spec, model.n_layer, model.n_positions, vocab_size)
-    return [_place(parameter, spec, architecture, padding) for parameter in every]
+    return [_place(parameter, spec, architecture, padding) for parameter in parameters(model, vocab_size)]
 
 
 def from_hf(place: Place, load: Callable[[str], Tensor]) -> Tensor:
@@ -104,7 +103,7 @@ def _place(parameter: Parameter, spec: BlockSpec, architecture: Architecture, pa
         prefix = f"transformer.h.{block}." if architecture is GPT2 else f"model.layers.{block}."
     stem, kind = _stem(own)
     theirs = (_GPT2 if architecture is GPT2 else _LLAMA)[stem]
-    rows = _rows(stem, spec) if len(theirs) > 1 else [parameter.shape[0]]
+    rows = packed_rows(spec, parameter.name, parameter.shape[0]) if len(theirs) > 1 else parameter.shape[:1]
     parts = {f"{prefix}{name}.{kind}": (count, *parameter.shape[1:]) for name, count in zip(theirs, rows, strict=True)}
     transposed = architecture is GPT2 and bool(prefix) and len(parameter.shape) == 2
     return Place(parameter.name, parts, transposed, padding if stem in ("tokens.", "head.") else 0)
@@ -114,9 +113,3 @@ def _stem(name: str) -> tuple[str, str]:
     """Split `qkv.bias` into `qkv.` and `bias`. QK-norm's weights are called by their stems alone."""
     kind = next((kind for kind in ("weight", "bias") if name.endswith(kind)), None)
     return (name, "weight") if kind is None else (name.removesuffix(kind), kind)
-
-
-def _rows(stem: str, spec: BlockSpec) -> Iterator[int]:
-    """Yield the rows of each part of a packed weight."""
-    heads = spec.heads
-    yield from (heads.queries, heads.keys, heads.keys) if stem == "qkv." else (spec.mlp.width, spec.mlp.width)

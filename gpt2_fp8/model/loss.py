@@ -1,17 +1,21 @@
-"""The loss of next-token prediction, with its penalties; on a GPU in a fused kernel."""
+"""The loss of next-token prediction, on a GPU in a fused kernel, and the penalties that training adds to it.
+
+A loss without penalties is a scalar. A loss with some is float32 [3]: what is trained, the cross-entropy alone, and the
+penalties alone. Only the first has a gradient. docs/penalties.md has the formulas and their sources.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
 
 NO_PENALTY = PenaltyConfig()
-IGNORED = -1  # as a token id: the position is padding and has no loss
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,8 +35,8 @@ def loss_of(
 
     Or over `targets`, integers of the shape of `ids` [sequences, tokens]; a negative one has no loss.
 
-    With gradients, `penalty` is added: see `penalty` for the shape. `is_first_microbatch`: see `GPT2.forward`. `fused`:
-    see `cross_entropy`; a head with a loss of its own does not ask for it.
+    With gradients, `penalty` is added. `is_first_microbatch`: see `GPT2.forward`. `fused`: see `cross_entropy`; a head
+    with a loss of its own does not ask for it.
     """
     penalty = penalty if torch.is_grad_enabled() else NO_PENALTY
     inputs, targets = split(ids) if targets is None else (ids.long(), targets.long())
@@ -44,8 +48,8 @@ def loss_of(
         loss = cross_entropy(model.head(x, is_first_microbatch), targets, model.vocab_size, fused, scale, penalty)
     if outputs is None:
         return loss
-    amount = penalties.of_activations(outputs, targets, penalty.activation_l1)
-    return penalties.add(loss, amount * scale / torch.count_nonzero(targets >= 0).clamp_min(1))
+    amount = _sum_of_activations(outputs, targets, penalty.activation_l1)
+    return _add_penalty(loss, amount * scale / torch.count_nonzero(targets >= 0).clamp_min(1))
 
 
 def cross_entropy(
@@ -54,20 +58,57 @@ def cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Compute `scale` times the mean cross-entropy over targets that are not negative, and the penalties on logits.
 
-    Returns a float32 scalar, or [3] with penalties: see `model.penalty`.
-
     logits: [batch, tokens, padded vocabulary]; columns from `vocab_size` on are ignored. targets: int64 [batch,
     tokens]. `fused` (CUDA only) overwrites the logits with their gradient: `kernels.cross_entropy`.
     """
+    targets = targets.flatten()
     if fused:
         from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
 
         rows, weights = logits.view(-1, logits.shape[-1]), (penalty.z_loss, penalty.logit_l2)
-        return fused_cross_entropy(rows, targets.reshape(-1), vocab_size, scale, *weights)
+        return fused_cross_entropy(rows, targets, vocab_size, scale, *weights)
     logits = logits[..., :vocab_size].float().flatten(0, -2)
-    total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    loss = total * scale / torch.count_nonzero(targets >= 0).clamp_min(1)
-    if not penalty.of_logits:
-        return loss
-    amount = penalties.of_logits(logits, targets.flatten(), penalty)
-    return penalties.add(loss, amount * scale / torch.count_nonzero(targets >= 0).clamp_min(1))
+    total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    counted = torch.count_nonzero(targets >= 0).clamp_min(1)
+    loss = total * scale / counted
+    return _add_penalty(loss, _sum_of_logits(logits, targets, penalty) * scale / counted) if penalty.of_logits else loss
+
+
+def trained_loss(loss: Tensor) -> Tensor:
+    """Return the scalar whose gradient is wanted."""
+    return loss if loss.dim() == 0 else loss[0]
+
+
+def loss_parts(loss: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the cross-entropy alone, and the penalties alone; None if there are none."""
+    return (loss, None) if loss.dim() == 0 else (loss[1], loss[2])
+
+
+def _add_penalty(loss: Tensor, amount: Tensor) -> Tensor:
+    """Add a penalty, a float32 scalar, to a loss, which may have others already. Returns float32 [3]."""
+    if loss.dim() == 0:
+        return torch.stack([loss + amount, loss.detach(), amount.detach()])
+    return loss + torch.stack([amount, torch.zeros_like(amount), amount.detach()])
+
+
+def _sum_of_logits(logits: Tensor, targets: Tensor, penalty: PenaltyConfig) -> Tensor:
+    """Compute the sum of a batch's penalties on logits over the targets that are not negative, a float32 scalar.
+
+    logits: float32 [rows, vocabulary], without padded columns. targets: int64 [rows].
+    """
+    each = torch.zeros((), device=logits.device)
+    if penalty.z_loss:
+        each = each + penalty.z_loss * logits.logsumexp(-1).square()
+    if penalty.logit_l2:
+        each = each + penalty.logit_l2 * logits.square().mean(-1)
+    return torch.where(targets >= 0, each, 0.0).sum()
+
+
+def _sum_of_activations(outputs: Sequence[Tensor], targets: Tensor, weight: float) -> Tensor:
+    """Compute `weight` times the sum of |x| over the targets that are not negative, a float32 scalar.
+
+    outputs: what each block gives, [batch, tokens, n_embd]; the mean over blocks and channels is taken. targets: int64
+    [batch, tokens].
+    """
+    each = torch.stack([x.float().abs().mean(-1) for x in outputs]).mean(0)
+    return weight * torch.where(targets >= 0, each, 0.0).sum()

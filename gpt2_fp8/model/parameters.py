@@ -40,62 +40,49 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-def of_block(spec: BlockSpec) -> list[Parameter]:
-    """List the parameters of one block, by their names within it."""
-    d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
-    return [
-        *_norm("qkv.layer_norm", d, spec.norm),
-        *_projection("qkv.", heads.packed, d, spec.bias),
-        *(Parameter(f"attention.{name}_norm", (heads.size,), "norm") for name in ("q", "k") if heads.qk_norm),
-        *_projection("projection.", d, heads.queries, spec.bias, "into_residual"),
-        *_norm("mlp.layer_norm", d, spec.norm),
-        *_projection("mlp.fc1_", mlp.projected, d, spec.bias),
-        *_projection("mlp.fc2_", d, mlp.width, spec.bias, "into_residual"),
-    ]
-
-
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return whether a parameter, by its name in the model, is a matrix of a block: what Muon is for."""
     return name.startswith("blocks.") and len(shape) == 2
 
 
 def packed_rows(spec: BlockSpec, name: str, rows: int) -> tuple[int, ...]:
-    """Return the rows of each matrix that a block's weight of `rows` holds: queries, keys and values, or SwiGLU's."""
+    """Return the rows of each part that a parameter of `rows` holds: queries, keys and values, or SwiGLU's two."""
     heads, mlp = spec.heads, spec.mlp
-    if name.endswith("qkv.weight"):
+    if name.endswith(("qkv.weight", "qkv.bias")):
         return heads.queries, heads.keys, heads.keys
-    if name.endswith("mlp.fc1_weight"):
+    if name.endswith(("mlp.fc1_weight", "mlp.fc1_bias")):
         return (mlp.width,) * (mlp.projected // mlp.width)
     return (rows,)
 
 
-def outside_blocks(spec: BlockSpec, n_positions: int, padded_vocab_size: int) -> list[Parameter]:
-    """List the parameters of embedding and head. A tied head is listed once."""
-    d = spec.n_embd
-    found = [Parameter("tokens.weight", (padded_vocab_size, d), "weight" if spec.tied else "lookup")]
+def parameters(config: ModelConfig, padded_vocab_size: int) -> Iterator[Parameter]:
+    """List the parameters of a whole model, by the names of its state dict. A tied head is listed once.
+
+    `padded_vocab_size`: rows of the embedding.
+    """
+    spec = block_spec(config)
+    d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
+    yield Parameter("tokens.weight", (padded_vocab_size, d), "weight" if spec.tied else "lookup")
     if spec.positions == "learned":
-        found.append(Parameter("positions.weight", (n_positions, d), "lookup"))
-    found += _norm("head.layer_norm", d, spec.norm)
-    return found if spec.tied else [*found, Parameter("head.weight", (padded_vocab_size, d), "weight")]
-
-
-def parameters(spec: BlockSpec, n_layer: int, n_positions: int, padded_vocab_size: int) -> Iterator[Parameter]:
-    """List the parameters of a whole model, by the names of its state dict."""
-    yield from outside_blocks(spec, n_positions, padded_vocab_size)
-    for i in range(n_layer):
-        for parameter in of_block(spec):
-            yield parameter._replace(name=f"blocks.{i}.{parameter.name}")
-
-
-def count(spec: BlockSpec, n_layer: int, n_positions: int, padded_vocab_size: int) -> int:
-    """Count the elements of all parameters of a model with `n_layer` blocks."""
-    outside = outside_blocks(spec, n_positions, padded_vocab_size)
-    return sum(p.numel for p in outside) + n_layer * sum(p.numel for p in of_block(spec))
+        yield Parameter("positions.weight", (config.n_positions, d), "lookup")
+    yield from _norm("head.layer_norm", d, spec.norm)
+    if not spec.tied:
+        yield Parameter("head.weight", (padded_vocab_size, d), "weight")
+    for block in (f"blocks.{i}." for i in range(config.n_layer)):
+        yield from _norm(f"{block}qkv.layer_norm", d, spec.norm)
+        yield from _projection(f"{block}qkv.", heads.packed, d, spec.bias)
+        if heads.qk_norm:
+            yield Parameter(f"{block}attention.q_norm", (heads.size,), "norm")
+            yield Parameter(f"{block}attention.k_norm", (heads.size,), "norm")
+        yield from _projection(f"{block}projection.", d, heads.queries, spec.bias, "into_residual")
+        yield from _norm(f"{block}mlp.layer_norm", d, spec.norm)
+        yield from _projection(f"{block}mlp.fc1_", mlp.projected, d, spec.bias)
+        yield from _projection(f"{block}mlp.fc2_", d, mlp.width, spec.bias, "into_residual")
 
 
 def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
-    """Count the parameters of a model whose embedding has `padded_vocab_size` rows. The tied head counts once."""
-    return count(block_spec(config), config.n_layer, config.n_positions, padded_vocab_size)
+    """Count the elements of all parameters."""
+    return sum(p.numel for p in parameters(config, padded_vocab_size))
 
 
 def flops_per_token(config: ModelConfig, padded_vocab_size: int) -> int:
@@ -104,10 +91,8 @@ def flops_per_token(config: ModelConfig, padded_vocab_size: int) -> int:
     N leaves out tables that are only looked up (Chowdhery et al. 2022, appendix B). Attention is counted in full,
     although half of it is masked.
     """
-    spec = block_spec(config)
-    lookups = sum(p.numel for p in outside_blocks(spec, config.n_positions, padded_vocab_size) if p.role == "lookup")
-    n = parameter_count(config, padded_vocab_size) - lookups
-    return 6 * n + 12 * config.n_layer * spec.heads.queries * config.n_positions
+    n = sum(p.numel for p in parameters(config, padded_vocab_size) if p.role != "lookup")
+    return 6 * n + 12 * config.n_layer * block_spec(config).heads.queries * config.n_positions
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
@@ -121,22 +106,16 @@ def optimizer_bytes(optimizer: OptimizerConfig, model: ModelConfig, padded_vocab
     Of a parameter: adamw has two moments in float32 (8 bytes), and adamw_bf16 two in bfloat16 (4). Muon has one
     momentum in float32 for a block's matrix (4), and AdamW's for the rest.
     """
-    spec = block_spec(model)
-    outside = outside_blocks(spec, model.n_positions, padded_vocab_size)
-    of_outside, of_one_block = (
-        sum(_state_bytes(optimizer, parameter, in_block) for parameter in some)
-        for some, in_block in ((outside, False), (of_block(spec), True))
-    )
-    return of_outside + model.n_layer * of_one_block
-
-
-def _state_bytes(optimizer: OptimizerConfig, parameter: Parameter, in_block: bool) -> int:
-    count, name = parameter.numel, optimizer.name
-    if isinstance(optimizer, RegisteredOptimizer):
-        return optimizer.state_bytes * count
-    if name == "muon" and in_block and len(parameter.shape) == 2:
-        return 4 * count
-    return {"adamw": 8, "adamw_bf16": 4, "muon": 8}[name] * count
+    total = 0
+    for parameter in parameters(model, padded_vocab_size):
+        if isinstance(optimizer, RegisteredOptimizer):
+            each = optimizer.state_bytes
+        elif optimizer.name == "muon" and is_block_matrix(parameter.name, parameter.shape):
+            each = 4
+        else:
+            each = {"adamw": 8, "adamw_bf16": 4, "muon": 8}[optimizer.name]
+        total += each * parameter.numel
+    return total
 
 
 def _norm(prefix: str, width: int, norm: Norm) -> Iterator[Parameter]:

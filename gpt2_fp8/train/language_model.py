@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.compile import compiled
+from gpt2_fp8.engine.cuda_graphs import compiled
 from gpt2_fp8.engine.evaluation import in_mode
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.model.loss import trained_loss
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import huggingface
 
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         if targets is not None and torch.is_grad_enabled():
             self._find_scales(ids, targets)
             with backend.forward_context():
-                return penalties.trained(self._loss(ids, targets))
+                return trained_loss(self._loss(ids, targets))
         if not in_bf16:
             self._find_scales(ids, targets)
         context = backend.forward_context(fp8=not in_bf16)
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         self._scaling.sequences = len(ids)
         with torch.enable_grad(), in_mode(self.model, training=True):
             both = torch.cat([ids, targets[:, -1:]], dim=1)
-            self._scaling.calibrate(lambda _: penalties.trained(self._own(ids, targets)), both)
+            self._scaling.calibrate(lambda _: trained_loss(self._own(ids, targets)), both)
         self._scaling.ready = True
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.convert import Conversion, Recipe
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.fp8.state import agree
 from gpt2_fp8.runtime import devices
 
 # what a configuration has besides, for the layers of a GPT2Module
@@ -157,8 +156,7 @@ class FP8Precision(MixedPrecision):
 
         def of_all_ranks() -> Any:
             result = closure()
-            if self._module is not None:
-                agree(self._module)
+            self._scaling.agree()
             return result
 
         return super().optimizer_step(optimizer, model, of_all_ranks, **kwargs)

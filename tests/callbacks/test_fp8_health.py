@@ -34,8 +34,8 @@ class Touched(SimpleNamespace):
                 function(result or settled())
 
 
-def settled(first=None, absurd=0):
-    return SimpleNamespace(first=first, read=lambda: SimpleNamespace(absurd=absurd))
+def settled(first=None, amax_outliers=0):
+    return SimpleNamespace(first=first, read=lambda: SimpleNamespace(amax_outliers=amax_outliers))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_what_a_step_leaves_is_read_while_the_gpu_computes_the_next_one(watched)
     assert watched.sampled == watched.written == [1, 50, 64]
 
 
-@pytest.mark.parametrize("result", [settled(first="not finite"), settled(absurd=1)])
+@pytest.mark.parametrize("result", [settled(first="not finite"), settled(amax_outliers=1)])
 def test_a_step_that_has_changed_what_it_left_is_read_anew(watched, result):
     watched.run(31, late=True, results={20: result})
     assert watched.read == [1, "sent in 10", 20, "sent in 30", 31]

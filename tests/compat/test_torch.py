@@ -39,7 +39,7 @@ def test_all_reduce_together_is_one_operation_on_all_tensors():
 
 
 def test_inductors_workers_can_be_started_ahead():
-    """That they survive a signal is tried in `tests/engine/test_compile.py`, by `start_compile_workers`."""
+    """That they survive a signal is tried in `tests/engine/test_cuda_graphs.py`, by `start_compile_workers`."""
     from torch._inductor.async_compile import AsyncCompile
 
     inspect.signature(AsyncCompile.warm_pool).bind()  # no argument is needed

@@ -48,7 +48,7 @@ class Gradients:
 
 
 def attempts(gradients, share=8, size=8):
-    return Attempts(None, gradients, share, size)
+    return Attempts(gradients, share, size)
 
 
 def undo():

@@ -85,13 +85,6 @@ def test_gradients_are_the_plain_steps():
     assert all(torch.count_nonzero(p.grad) for p in model.parameters())
 
 
-def test_loss_is_the_models_mean_times_the_scale():
-    of = build(composed())
-    loss = of.loss(batch())
-    torch.testing.assert_close(loss, loss_of(of.model)(batch()), rtol=0, atol=0)
-    torch.testing.assert_close(of.loss(batch(), None, 0.25), loss * 0.25)
-
-
 def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
     of, seen = with_scales(), []
     loss = of.loss
@@ -131,53 +124,6 @@ def _see(model, out):
 
 def _raise(amax, tensor):
     amax.copy_(torch.maximum(amax, tensor.detach().abs().max()))
-
-
-def gradients_in(of, sizes, fails=lambda size, part: False):
-    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts`."""
-    loss, undo, part = of.loss, of.scaling.remember(), iter(range(100))
-
-    def limited(ids, first, scale):
-        if fails(len(ids), next(part)):
-            raise torch.OutOfMemoryError
-        return loss(ids, first, scale)
-
-    of.loss = limited
-    of.model.zero_grad(set_to_none=True)
-    for size in sizes:
-        try:
-            return of.of_step(batch(), size)
-        except torch.OutOfMemoryError:
-            of.discard()
-            undo()
-        finally:
-            of.loss = loss
-    raise AssertionError("nothing fits")
-
-
-@pytest.mark.parametrize("fails_in", [1, None], ids=["second part", "another rank's"])
-def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_size(fails_in):
-    states = []
-    for again in (True, False):
-        of = with_scales()
-        for _ in range(2):
-            gradients_in(of, [4])
-        before = capture(of.model)
-        if again and fails_in is None:
-            undo = of.scaling.remember()
-            gradients_in(of, [4])
-            of.discard()
-            undo()
-        sizes = [4, 2] if again and fails_in is not None else [2]
-        loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
-        states.append({"loss": loss, **capture(of.model), **grads(of.model)})
-    assert states[0].keys() == states[1].keys()
-    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
-    assert any(not torch.equal(before[name], states[0][name]) for name in before)
-
-
-def grads(model):
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def test_a_calibration_that_begins_again_finds_the_same_scales():

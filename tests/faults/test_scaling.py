@@ -8,8 +8,8 @@ from torch import nn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.scaling import FP8Scaling
-from gpt2_fp8.fp8.state import JUMP
+from gpt2_fp8.fp8.backends import Fused
+from gpt2_fp8.fp8.scaling import JUMP, FP8Scaling
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained
@@ -105,7 +105,9 @@ def test_79_an_absurd_magnitude_in_a_step_that_counts_is_limited_and_said(tmp_pa
 
 def owner_of(model, global_batch_size):
     (config,) = compose.preflight([f"global_batch_size={global_batch_size}", "micro_batch_size=1"])
-    return FP8Scaling.of_run(model, config, config.recipe.delayed, "fused", nullcontext)
+    owner = Fused(config, "fp8_hybrid", "cuda").scaling(model)
+    owner.context = nullcontext
+    return owner
 
 
 @pytest.mark.parametrize(("ranks", "global_batch_size"), [(1, 4), (4, 64), (4, 16)])

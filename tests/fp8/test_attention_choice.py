@@ -8,7 +8,6 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.fp8 import backends, resolve
-from gpt2_fp8.fp8 import fused as fused_backend
 from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, unaccelerated
 from gpt2_fp8.layers import attention, sdpa
 
@@ -33,7 +32,7 @@ def can(monkeypatch):
     monkeypatch.setattr(sdpa, "why_not", why_not)
     monkeypatch.setattr(backends, "has_fp8_conversion", lambda: True)
     monkeypatch.setattr(attention, "why_no_flash", lambda: None if "flash 4" in able else "no FlashAttention 4")
-    monkeypatch.setattr(fused_backend, "why_no_transformer_engine", lambda: None if "te" in able else "no TE")
+    monkeypatch.setattr(backends, "why_no_transformer_engine", lambda: None if "te" in able else "no TE")
     return able
 
 

@@ -1,6 +1,7 @@
 """A magnitude that has jumped counts for so much and no more, until it is seen again."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,19 @@ import torch
 from torch import nn
 
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.state import JUMP, absurd, limit, limited
+from gpt2_fp8.fp8.scaling import JUMP, FP8Scaling, limited
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
 from tests.layers.test_delayed_scaling import E4M3, E5M2, Model, assert_reciprocal, step
 
 NEWEST = slice(0, 1)
 
 
-def column(*values):
-    return torch.tensor(values)[:, None]
+def owner(model):
+    return FP8Scaling(model, "delayed", 8, nullcontext)
+
+
+def outliers(model, micro_batches):
+    return int(owner(model).count_amax_outliers(micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -34,23 +39,19 @@ def column(*values):
     ],
 )
 def test_a_new_magnitude_counts_for_at_most_so_much_of_the_second_largest(history, expected):
-    assert limited(column(*history), NEWEST).tolist() == column(*expected).tolist()
-
-
-def test_columns_are_judged_apart():
-    history = torch.tensor([[1e30, 4.0, 1e30], [2.0, 4.0, 1e29]])
-    expected = torch.tensor([[2.0 * JUMP, 4.0, 1e30], [2.0, 4.0, 1e29]])
-    assert torch.equal(limited(history, NEWEST), expected)
+    """Beside a column that is judged by itself."""
+    given, wanted = (torch.tensor([values, (1e30, 1e29, 2.0)]).T for values in (history, expected))
+    assert limited(given, NEWEST).tolist() == wanted.tolist()
 
 
 def seen(*steps):
-    """The fused layers' scales after steps of these magnitudes, each judged as a run does; and which were absurd."""
+    """The fused layers' scales after steps of these magnitudes, each judged as a run does; and the outliers of each."""
     model, found = Model(history=4), []
     for magnitudes in steps:
         step(model.scales, *magnitudes)
-        found.append(int(absurd(model, 1)))
+        found.append(outliers(model, 1))
         if found[-1]:
-            limit(model, 1)
+            owner(model).limit(1)
     model.scales.begin(True)
     return model.scales, found
 
@@ -79,7 +80,7 @@ def test_a_healthy_run_keeps_every_bit():
         magnitudes = torch.exp2(torch.rand(3, generator=generator) * 9 - 4).tolist()
         for model in (judged, plain):
             step(model.scales, *magnitudes)
-        assert absurd(judged, 1).item() == 0
+        assert outliers(judged, 1) == 0
     before = state.capture(plain)
     assert all(torch.equal(before[name], tensor) for name, tensor in state.capture(judged).items())
 
@@ -124,24 +125,24 @@ def test_transformer_engines_scales_follow_at_once(algorithm, accident):
     layer = TransformerEngine(algorithm)
     for _ in range(2):
         layer.see(2.0, 8.0)
-    assert absurd(layer, 2).item() == 0
+    assert outliers(layer, 2) == 0
     for i in range(2):
         layer.see(2.0, 1e30 if i == accident else 8.0)
-    assert absurd(layer, 2).item() == 1
-    limit(layer, 2)
+    assert outliers(layer, 2) == 1
+    owner(layer).limit(2)
     forgotten = algorithm == "most_recent" and accident == 0
     expected = E4M3 / 8 if forgotten else E4M3 / (8 * JUMP)
     assert layer.state.scale.tolist() == pytest.approx([E4M3 / 2, expected])
     assert layer.state.amax_history.max().item() == 8 * JUMP
-    assert absurd(layer, 2).item() == 0
+    assert outliers(layer, 2) == 0
 
 
 def test_a_magnitude_that_is_not_finite_does_not_keep_transformer_engines_scale_as_it_is():
     layer = TransformerEngine()
     layer.see(2.0, 8.0)
     layer.see(2.0, math.inf)
-    assert absurd(layer, 1).item() == 1
-    limit(layer, 1)
+    assert outliers(layer, 1) == 1
+    owner(layer).limit(1)
     assert layer.state.scale.tolist() == [E4M3 / 2, E4M3 / 8]
     assert torch.isfinite(layer.state.amax_history).all()
     layer.see(2.0, 4.0)

@@ -12,7 +12,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.fp8 import backends, support
 from gpt2_fp8.fp8 import resolve as resolving
-from gpt2_fp8.fp8.fused import SMALL_TOKENS
+from gpt2_fp8.fp8.backends import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.resolve import resolve
 
@@ -159,20 +159,8 @@ def test_other_generations_have_transformer_engines_layers(config, monkeypatch, 
     assert problem.remedy == "precision.backend=auto"
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("keys", "cause"),
-    [({"recipe": "current"}, "delayed scaling alone, not recipe=current"), ({"dropout": 0.1}, "they have no dropout")],
-)
-def test_fused_layers_that_cannot_compute_the_run_are_refused(config, keys, cause):
-    problem = refusal(config(backend="fused", **keys))
-    assert problem.cause.startswith("precision.backend=fused cannot run here: ")
-    assert cause in problem.cause
-    assert problem.remedy == "precision.backend=auto"
-    assert resolve(config(backend="auto", **keys), "cuda").backend.name == "te", "the remedy works"
-
-
 OPTIONS = {
+    "dropout, and model.dropout=0.1": {"dropout": 0.1},
     "RMSNorm": {"norm": "rms_norm"},
     "SwiGLU MLP": {"mlp": "swiglu"},
     "RoPE": {"positions": "rope"},
@@ -193,6 +181,7 @@ def test_an_option_that_the_fused_layers_lack_takes_transformer_engine_and_says_
 
     problem = refusal(asked("fused"))
     assert problem.cause == f"precision.backend=fused cannot run here: they have no {lacking}"
+    assert problem.remedy == "precision.backend=auto"
     chosen = resolve(asked("auto"), "cuda").backend
     assert chosen.name == "te"
     attention = {"attention": "Transformer Engine's choice"}

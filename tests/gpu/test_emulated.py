@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8.engine.compile import compiled
+from gpt2_fp8.engine.cuda_graphs import compiled
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import calibrate
 from gpt2_fp8.model.gpt2 import padded_vocabulary
@@ -37,7 +36,7 @@ KINDS = [("te", "delayed"), ("te", "current"), ("te", "block"), pytest.param("fu
 def test_parameters_are_those_that_the_blocks_description_has(backend, bias):
     config, rows = replace(CONFIG, bias=bias), padded_vocabulary(VOCAB)
     built = {name: tuple(p.shape) for name, p in build(backend, config=config).named_parameters()}
-    described = list(parameters(block_spec(config), config.n_layer, config.n_positions, rows))
+    described = list(parameters(config, rows))
     assert built == {p.name: p.shape for p in described}
     assert sum(p.numel for p in described) == parameter_count(config, rows)
 

@@ -9,7 +9,7 @@ from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, update_plain
 from tests.common import OPTIM
 from tests.common import build as small_model
 from tests.gpu.common import RUN
-from tests.model.test_optimizer_bytes import CHOICES
+from tests.model.test_parameters import CHOICES
 from tests.runs import assert_same_checkpoint, checkpoint, train, train_until
 
 SHAPES = [(255,), (300, 1024), (257, 129)]

@@ -1,17 +1,13 @@
-"""A block's description: what fits, which options it has, and which layers have them."""
+"""A block's description: what fits, and which options it has."""
 
-import ast
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import layers
 from gpt2_fp8.config.block_spec import MLP, Bands, Heads, Norm, RoPE, block_spec
 from tests.common import CONFIG
 
 SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
-LAYERS = Path(layers.__file__).parent
 
 
 def test_gpt2s_block():
@@ -60,20 +56,3 @@ def test_what_does_not_fit_is_refused(reason):
 def test_gpt2s_heads_share_its_width(n_head):
     with pytest.raises(ValueError, match=f"{n_head} heads do not share 32 channels in equal parts"):
         block_spec(replace(CONFIG, n_head=n_head))
-
-
-def multiples(source):
-    """The lines that multiply something by a whole number."""
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.Mult)
-        and any(isinstance(side, ast.Constant) and isinstance(side.value, int) for side in (node.left, node.right))
-    ]
-
-
-@pytest.mark.parametrize("path", sorted(LAYERS.glob("*.py")), ids=lambda path: path.stem)
-def test_no_layer_knows_a_multiple_of_a_width(path):
-    """A hidden width, and how wide queries, keys and values are together, is the description's to say."""
-    assert multiples(path.read_text()) == []

@@ -85,15 +85,10 @@ def test_slots_follow_the_buffers_to_another_place():
     slot = of.slot(Place("gradient", 0))
     assert slot is not before
     assert {part.device.type for part in slot[:3]} == {"meta"}
-
-
-def test_another_type_for_the_parameters_is_none_for_the_scales():
-    model = nn.Sequential(scales(forward=1, gradient=1))
-    of = model[0]
-    model.to(torch.float64)
-    of.slot(Place("gradient", 0)).amax.fill_(7.0)
-    assert of.history.dtype == of.scale.dtype == torch.float32
-    assert of.history[0].tolist() == [0, 7]
+    model = nn.Sequential(scales(forward=1, gradient=1)).to(torch.float64)
+    model[0].slot(Place("gradient", 0)).amax.fill_(7.0)
+    assert model[0].history.dtype == model[0].scale.dtype == torch.float32, "whatever the parameters become"
+    assert model[0].history[0].tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -140,7 +135,7 @@ def test_margin_leaves_powers_of_two(margin):
     assert of.scale.tolist() == [E4M3 / 2 / 2**margin, E4M3 / 4 / 2**margin, E5M2 / 8 / 2**margin]
 
 
-@pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan"), 1e-44])
 def test_a_tensor_without_a_finite_magnitude_keeps_its_scale(bad):
     of = scales(history=1)
     step(of, 2, 4, 8)
@@ -149,13 +144,6 @@ def test_a_tensor_without_a_finite_magnitude_keeps_its_scale(bad):
     of.begin(True)
     assert of.scale.tolist() == [E4M3 / 2, E4M3 / 1, E5M2 / 8]
     assert_reciprocal(of)
-
-
-def test_a_magnitude_too_small_for_a_finite_scale_changes_nothing():
-    of = scales(history=1)
-    step(of, 1e-44, 4, 1e-44)
-    of.begin(True)
-    assert of.scale.tolist() == [1.0, E4M3 / 4, 1.0]
 
 
 def test_scales_and_history_change_in_a_steps_first_forward_alone():
@@ -258,16 +246,6 @@ def test_state_is_captured_by_direction():
     assert torch.equal(saved["scales.scaling_fwd.scale"], copy), "captured is copied"
 
 
-def test_states_are_views():
-    of = scales()
-    forward, backward = state.states_of(of, "scales").values()
-    forward.scale.copy_(torch.tensor([3.0, 5.0]))
-    backward.amax_history[2] = 4.0
-    assert of.scale.tolist() == [3, 5, 1]
-    assert of.history[2].tolist() == [0, 0, 4]
-    assert state.states_of(Scales(settings())) == {}, "before they are allocated"
-
-
 def test_a_restored_run_goes_on_as_the_one_that_was_saved():
     model, fresh = trained(), Model()
     state.restore(fresh, state.capture(model))
@@ -277,18 +255,6 @@ def test_a_restored_run_goes_on_as_the_one_that_was_saved():
     assert torch.equal(model.scales.history, fresh.scales.history)
     assert torch.equal(model.scales.scale, fresh.scales.scale)
     assert model.scales.scale.tolist() == [E4M3 / 16, E4M3 / 32, E5M2 / 8]
-
-
-def test_training_passes_can_be_undone():
-    model = trained()
-    before, before_scale = state.capture(model), model.scales.scale.clone()
-    with state.restored(model):
-        for _ in range(3):
-            step(model.scales, 99, 99, 99)
-        assert model.scales.history[1].tolist() == [99, 99, 99]
-        assert not torch.equal(model.scales.scale, before_scale)
-    after = state.capture(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_calibration_gives_the_scales_of_the_first_step():

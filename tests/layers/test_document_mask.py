@@ -119,16 +119,6 @@ def test_a_later_document_sees_nothing_of_an_earlier_one(layers, masked):
     assert torch.equal(logits[0][:, 14:], logits[1][:, 14:]) == masked
 
 
-@pytest.mark.parametrize("layers", ["fp32", "recomputed"])
-@pytest.mark.parametrize("masked", [True, False])
-def test_no_gradient_of_a_later_document_reaches_an_earlier_one(layers, masked):
-    of = engine(*LAYERS[layers], f"document_mask={str(masked).lower()}")
-    of.model.hidden_states(text(13, 20))[:, 14:].square().sum().backward()
-    of_positions = of.model.positions.weight.grad.abs().sum(1)
-    assert (of_positions[14:] > 0).all()
-    assert (of_positions[:14] == 0).all() == masked
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("layers", LAYERS)
 def test_text_of_one_document_has_the_loss_that_it_has_without_a_mask(layers):

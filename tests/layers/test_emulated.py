@@ -7,14 +7,13 @@ import torch
 
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import calibrate
-from gpt2_fp8.layers import reference
-from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.layers.emulated import Emulated, Emulation, Product
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, uncast
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from tests.common import CONFIG, VOCAB, ids
+from tests.common import build as plain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DELAYED = DelayedScaling(history=4, margin=1, most_recent=False, forward=E4M3, gradient=E5M2)
@@ -24,14 +23,7 @@ recipes = pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def build(recipe="delayed", keep_bf16=(), recompute="none", config=CONFIG, gradient=E5M2, backward="fp8"):
     how = Emulation(recipe, E4M3, gradient, backward)
     delayed = replace(DELAYED, gradient=gradient) if recipe == "delayed" else None
-    return initialised(GPT2(config, VOCAB, Emulated(how, delayed, recompute), keep_bf16))
-
-
-def plain(config=CONFIG):
-    return initialised(GPT2(config, VOCAB, Composed(reference, recompute="none")))
-
-
-def initialised(model):
+    model = GPT2(config, VOCAB, Emulated(how, delayed, recompute), keep_bf16)
     initialise(model, seed=1)
     return model
 
@@ -223,7 +215,7 @@ def test_a_restored_model_goes_on_and_one_without_gradients_records_nothing():
     assert not differ(state.capture(model), state.capture(fresh))
 
 
-def test_an_absurd_operand_is_finite():
+def test_an_outlier_leaves_loss_and_gradients_finite():
     model = build()
     calibrate(model, lambda given: loss_of(model, given), ids(), autocast)
     with torch.no_grad():

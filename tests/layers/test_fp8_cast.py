@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gpt2_fp8.layers.fp8_cast import BLOCK, amax, cast, saturated, scale_of, uncast
+from gpt2_fp8.layers.fp8_cast import BLOCK, amax, cast, saturated, scale_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # exponent bits, mantissa bits, bias, largest finite number (Micikevicius et al. 2022, table 1)
@@ -49,23 +49,12 @@ def test_within_the_format_a_cast_is_torchs_own_bit_for_bit(dtype):
 
 
 @formats
-def test_what_is_too_large_saturates_and_nan_stays(dtype):
+def test_what_is_too_large_saturates_nan_stays_and_zeros_keep_their_sign(dtype):
     largest = FORMATS[dtype][3]
     given = torch.tensor([largest * 1.01, 1e30, torch.inf, -largest * 2, -torch.inf, torch.nan])
     assert saturated(given, dtype).tolist()[:5] == [largest] * 3 + [-largest] * 2
     assert saturated(given, dtype)[5].isnan()
-
-
-@formats
-def test_zeros_keep_their_sign(dtype):
     assert saturated(torch.tensor([0.0, -0.0]), dtype).view(torch.uint8).tolist() == [0, 0x80]
-
-
-@formats
-def test_what_is_below_half_of_the_smallest_number_is_zero(dtype):
-    smallest = numbers(dtype)[1]
-    given = torch.tensor([smallest / 2, smallest * 0.5001, smallest])
-    assert saturated(given, dtype).tolist() == [0, smallest, smallest]
 
 
 # Scales
@@ -121,10 +110,3 @@ def test_every_block_has_its_own_power_of_two(dtype, rows, columns, shape):
             scale = 2.0 ** math.floor(math.log2(largest / peak)) if peak else 1.0
             expected = (block * scale).to(dtype).float() / scale
             assert torch.equal(made.values[i : i + rows, j : j + columns].float(), expected)
-
-
-def test_without_a_cast_an_operand_is_bfloat16():
-    x = torch.randn(4, 16)
-    made = uncast(x)
-    assert made.scale_inv is None
-    assert torch.equal(made.values, x.bfloat16())

@@ -36,11 +36,7 @@ def test_names_and_numbers_are_the_plain_layers(kind, norm, bias):
     plain(x).square().sum().backward()
     theirs = dict(plain.named_parameters())
     assert all(torch.equal(p.grad, theirs[name].grad) for name, p in ours.named_parameters())
-
-
-@pytest.mark.parametrize(("kind", "norm", "bias"), KINDS)
-def test_the_layers_compute_with_the_owners_parameters(kind, norm, bias):
-    ours, plain = pair(kind, norm, bias)
+    # the layers compute with their owner's parameters, whatever becomes of these
     for changed in (lambda model: model.double(), lambda model: [p.data.mul_(2) for p in model.parameters()]):
         for model in (ours, plain):
             changed(model)

@@ -7,12 +7,13 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compat.torchao import Float8Product
-from gpt2_fp8.fp8.recipes import float8_config, weight_dtype
+from gpt2_fp8.fp8.recipes import float8_config
 from gpt2_fp8.layers import reference
-from gpt2_fp8.layers.block import Composed, WithProducts
+from gpt2_fp8.layers.block import WithProducts
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from tests.common import CONFIG, VOCAB, ids
+from tests.common import build as plain
 
 RECIPES = ["current", "rowwise"]
 LLAMA = replace(
@@ -29,18 +30,12 @@ def settings():
 def products(settings, recipe):
     """Of the blocks and of the head."""
     configs = (float8_config(settings, recipe, head, emulate=True) for head in (False, True))
-    return [Float8Product(config, weight_dtype(settings)) for config in configs]
+    dtype = torch.bfloat16 if settings.backward == "bf16" else None
+    return [Float8Product(config, dtype) for config in configs]
 
 
 def build(settings, recipe="current", keep_bf16=(), recompute="none", config=CONFIG):
-    return initialised(GPT2(config, VOCAB, WithProducts(*products(settings, recipe), recompute), keep_bf16))
-
-
-def plain(config=CONFIG):
-    return initialised(GPT2(config, VOCAB, Composed(reference, "none")))
-
-
-def initialised(model):
+    model = GPT2(config, VOCAB, WithProducts(*products(settings, recipe), recompute), keep_bf16)
     initialise(model, seed=1)
     return model
 

@@ -59,13 +59,6 @@ def test_ids_are_drawn_in_proportion(sampling):
     assert float(((drawn - expected)[there] ** 2 / expected[there]).sum()) < 18.5
 
 
-def test_rows_have_candidates_of_their_own():
-    both = torch.cat([LOGITS, LOGITS.flip(-1)])
-    ids, weights = candidates(both, Sampling(top_k=2))
-    assert ids.tolist() == [[1, 3], [3, 1]]
-    torch.testing.assert_close(weights[0], weights[1])
-
-
 class Successor(nn.Module):
     """Always predicts the next number, from the last position asked for."""
 

@@ -1,4 +1,4 @@
-"""Parameters by their block's description: names, shapes, counts and initial values, over every set of layers."""
+"""Parameters by their block's description: names, shapes, counts, initial values and the optimizer's bytes."""
 
 import math
 import zlib
@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.block_spec import block_spec
-from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
-from gpt2_fp8.model.parameters import parameter_count, parameters
-from tests.common import CONFIG, VOCAB, build
+from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer
+from gpt2_fp8.engine.optim import build_optimizer, state_like
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2, initialise, padded_vocabulary
+from gpt2_fp8.model.parameters import optimizer_bytes, parameter_count, parameters, peak_bf16_flops
+from tests.common import CONFIG, OPTIM, VOCAB, build
 from tests.layers.standins import FAMILIES, families
 
 MODELS = ["tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
@@ -38,6 +41,10 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+MUON = MuonOptimizer(name="muon", matrix_lr=None, momentum=0.95, ns_steps=5)
+CHOICES = [*(AdamWOptimizer(name=name) for name in ("adamw", "adamw_bf16")), MUON]
+
+
 @pytest.fixture(scope="module")
 def configs():
     names = {path.stem for path in (compose.conf_dir() / "model").glob("[!_]*.yaml")}
@@ -58,7 +65,7 @@ def on_meta():
 
 
 def test_gpt2s_names_and_shapes_are_those_of_its_checkpoints(configs, on_meta):
-    described = {p.name: p.shape for p in parameters(block_spec(configs["gpt2"]), 12, 1024, 50304)}
+    described = {p.name: p.shape for p in parameters(configs["gpt2"], 50304)}
     assert described == GPT2_124M
     for family in FAMILIES:
         state = on_meta(configs["gpt2"], family, 50257).state_dict()
@@ -71,7 +78,7 @@ def test_every_set_of_layers_has_what_is_described(configs, on_meta, model, fami
     config = replace(configs[model], bias=bias)
     rows = padded_vocabulary(50257)
     built = {name: tuple(p.shape) for name, p in on_meta(config, family, 50257).named_parameters()}
-    described = list(parameters(block_spec(config), config.n_layer, config.n_positions, rows))
+    described = list(parameters(config, rows))
     assert built == {p.name: p.shape for p in described}
     assert len(described) == len(built)
     assert sum(map(math.prod, built.values())) == parameter_count(config, rows) == sum(p.numel for p in described)
@@ -101,19 +108,62 @@ def test_counts_are_those_published(configs, model):
     assert parameter_count(configs[model], configs[model].vocab_size or 50257) == PUBLISHED[model]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_initial_values_are_what_names_alone_said(bias):
+@pytest.mark.parametrize("gpt2s", [True, False])
+def test_initial_values_are_what_names_alone_said(gpt2s):
     """The values that runs of this version begin with, bit for bit: they once followed from suffixes of names."""
-    model = build(replace(CONFIG, n_embd=64, n_layer=3, bias=bias), seed=7)
+    options = {"bias": gpt2s, "depth_scaled_init": gpt2s, "tied_head": gpt2s, "qk_norm": not gpt2s}
+    model = build(replace(CONFIG, n_embd=64, n_layer=3, **options), seed=7)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             expected = torch.zeros_like(parameter)
-        elif name.endswith("layer_norm_weight"):
+        elif name.endswith(("layer_norm_weight", "_norm")):
             expected = torch.ones_like(parameter)
         else:
-            std = 0.02 / math.sqrt(6) if name.endswith(("projection.weight", "fc2_weight")) else 0.02
+            into_residual = name.endswith(("projection.weight", "fc2_weight")) and gpt2s
             generator = torch.Generator().manual_seed(zlib.crc32(f"7/{name}".encode()))
+            std = 0.02 / math.sqrt(6) if into_residual else 0.02
             expected = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
-            if name == "tokens.weight":
+            if name in ("tokens.weight", "head.weight"):
                 expected[VOCAB:] = 0
         assert torch.equal(parameter, expected), name
+
+
+def test_only_known_gpus_have_a_peak():
+    assert peak_bf16_flops("NVIDIA H200") == 989e12
+    assert peak_bf16_flops("NVIDIA GeForce RTX 9090") is None
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 64), (64, 64), (257, 320), (50257, 50304)])
+def test_padded_vocabulary(size, padded):
+    assert padded_vocabulary(size) == padded
+
+
+def test_before_training_every_id_is_about_as_likely():
+    """The loss is ln 50,257 = 10.82 and little more: whoever sees that has not trained."""
+    size = 50257
+    model = GPT2(CONFIG, size, Composed(reference, recompute="none"))
+    initialise(model, seed=1)
+    drawn = torch.randint(size, (8, CONFIG.n_positions + 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(drawn[:, :-1])[..., :size]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).item()
+    assert 0 <= loss - math.log(size) < 0.1
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_bytes_are_those_of_the_state(choice, mlp):
+    config = replace(CONFIG, mlp=mlp, mlp_width=136, tied_head=mlp == "gelu")
+    model = build(config)
+    optimizer = build_optimizer(model, OPTIM, choice)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [x for of in optimizer.state.values() for name, x in of.items() if name != "step"]
+    wanted = optimizer_bytes(choice, config, padded_vocabulary(VOCAB))
+    assert size(state) == wanted
+    assert size(state_like(model, choice)) == wanted, "what is held while the first gradients are computed"

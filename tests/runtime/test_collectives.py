@@ -1,6 +1,7 @@
 """What ranks tell each other: two processes joined by gloo, and all that is asked of them in one go."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import distributed, nn
 from gpt2_fp8.compat import torch_private
 from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.fp8 import state
+from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.runtime import collectives
 from tests import forkserver
@@ -65,7 +67,7 @@ def _states(rank):
         of.scale.fill_(2.0 + rank + number)
         of.amax_history.fill_(2.0 - rank + number)
     model.layer.fp8_meta["scaling_bwd"].amax_history[1, 0] = (torch.nan, 3.0)[rank]
-    state.agree(model)
+    FP8Scaling(model, "delayed", 8, nullcontext).agree()
     agreed = state.capture(model)
     model.scales.begin(True)
     return {"agreed": agreed, "scale": model.scales.scale.clone()}
@@ -78,7 +80,7 @@ def _micro_batching(rank):
     for size in (4, 2):
         torch.manual_seed(0)
         engine = with_scales()
-        of, loss = Attempts(engine.plan, engine, share=8, size=size), engine.loss
+        of, loss = Attempts(engine, share=8, size=size), engine.loss
 
         def limited(part, first=None, scale=1.0, loss=loss):
             if rank == 1 and len(part) > 2:

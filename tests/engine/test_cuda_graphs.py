@@ -14,7 +14,7 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: None)  # this process goes on, as a run does that finishes its step
 from torch._inductor import config
 config.compile_threads = 2
-from gpt2_fp8.engine.compile import start_workers
+from gpt2_fp8.engine.cuda_graphs import start_workers
 start_workers()
 from torch._inductor.async_compile import AsyncCompile
 pool = AsyncCompile.process_pool()
