@@ -1,4 +1,4 @@
-"""Signals lost in start-up, to one rank alone, of a closed terminal, and to the benchmark."""
+"""Faults 43 and 45: signals in start-up, also where a library loses them, and of a closed terminal."""
 
 import os
 import pty
@@ -39,9 +39,7 @@ if __name__ == "__main__":
 
 def test_a_signal_that_a_library_loses_ends_the_run(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = forkserver.run(
-        [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
-    )
+    done = forkserver.python("script.py", *LONG, cwd=tmp_path)
     assert done.returncode == 143, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "nonsense" not in done.stderr
