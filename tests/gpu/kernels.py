@@ -32,7 +32,7 @@ def __getattr__(name):
 
 
 DEVICE = "cuda"
-FORMATS = list(LARGEST)
+E4M3, E5M2 = FORMATS = list(LARGEST)
 SHAPES = [(128, 128), (256, 384), (16, 16), (48, 144), (80, 48), (272, 768), (16, 1600), (48, 2064)]
 LARGE = [(2064, 4112), (4112, 4112)]  # a program handles two tiles, or four; the last one's lie partly outside
 # as it is; so large that normal values saturate; small enough for subnormal numbers and zeros
@@ -101,9 +101,9 @@ def assert_transposed(q, qt):
     assert torch.equal(qt.view(torch.uint8), q.view(torch.uint8).t())
 
 
-def assert_fp8(q, exact, scale, noise):
-    """q is the cast of `exact` (float64) times `scale`, where float32 arithmetic is off by at most `noise` (same shape
-    or a number, before the scale). All but 0.1 % must be what torch's cast gives; `noise` has to explain the others."""
+def assert_fp8(q, exact, scale, noise, most=1e-3):
+    """q is the cast of `exact` (float64) times `scale`, where arithmetic is off by at most `noise` (same shape or a
+    number, before the scale). `noise` has to explain what is not torch's cast, and that is `most` of the numbers."""
     want = to_fp8(exact, scale, q.dtype)
     assert torch.equal(q.float().isnan(), want.float().isnan())
     got = ordinal(q)
@@ -111,7 +111,15 @@ def assert_fp8(q, exact, scale, noise):
     number = ~exact.isnan()
     assert torch.all((low <= got)[number])
     assert torch.all((got <= high)[number])
-    assert (got != ordinal(want))[number].sum().item() <= max(2, exact.numel() // 1000)
+    assert (got != ordinal(want))[number].sum().item() <= max(2, exact.numel() * most)
+
+
+def assert_written(slot, exact, noise, q, qt=None, rel=1e-5):
+    """What a kernel leaves of `exact` in `slot`: its cast, the same transposed, and the amax."""
+    assert_fp8(q, exact, slot.scale.double(), noise)
+    if qt is not None:
+        assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=rel)
 
 
 def column_sums(partial):
