@@ -21,9 +21,9 @@ from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import causal_attention
 from tests.config.conf_files import merged
 from tests.gpu.common import VOCAB, hopper, scaling
-from tests.gpu.kernels import DEVICE, to_fp8, use
+from tests.gpu.kernels import DEVICE, to_fp8
 
-pytestmark = [pytest.mark.fp8, hopper]
+pytestmark = [pytest.mark.fp8, hopper, pytest.mark.usefixtures("implementation")]
 
 MODELS = ["gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
 TOKENS = 2048
@@ -31,13 +31,6 @@ EPSILON = 1e-5  # GPT-2's
 LARGER = 1.2  # than FP8's rounding alone
 ALONG = 0.01  # of a result's own length: how much more or less than FP8's rounding an error may point along it
 ELSE = 2.0**-9  # bfloat16's rounding, where FP8 takes no part
-
-
-@pytest.fixture(params=["cuda", "triton"], autouse=True)
-def implementation(request, monkeypatch):
-    """Every test is of both."""
-    use(request.param, monkeypatch)
-    return request.param
 
 
 def config_of(model):
