@@ -21,12 +21,6 @@ pytestmark = [pytest.mark.fp8, hopper]
 HEAD = "gpt2_fp8.layers.head"  # imported by the tests alone: it needs Triton
 
 
-@pytest.fixture
-def _deterministic():
-    with common.determinism():
-        yield
-
-
 def against_bf16(ids, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute="none"):
     """The fused model after it was held to bf16's loss and gradients on `ids`, and its plugin."""
     settings = {"precision": precision, "keep_bf16": keep_bf16, "recompute": recompute}
@@ -122,7 +116,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch, chunk):
     assert error(ours, expected) < 0.02  # another shape may have another kernel, which rounds elsewhere
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("choice", ["mlp", "full"])
 def test_recomputing_changes_no_bit(choice):
     ids = tokens(4)
@@ -134,7 +128,7 @@ def test_recomputing_changes_no_bit(choice):
     common.assert_same_tensors(state.capture(model), state.capture(other))  # amaxes are those of one pass
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_repeats_bit_for_bit():
     """From nothing: calibration, two forwards and backwards, and the scales that they leave."""
     ids, runs = tokens(4), []
@@ -147,7 +141,7 @@ def test_repeats_bit_for_bit():
     common.assert_same_tensors(runs[0][2], runs[1][2])
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_gradients_of_micro_batches_add_up():
     one, two = tokens(4), tokens(4, seed=1)
     model, fp8 = calibrated("fused", ids=one)
@@ -214,7 +208,7 @@ def test_an_evaluation_computes_no_gradient(monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_training_goes_on_as_if_there_had_been_no_evaluation():
     losses, states = [], []
     for evaluations in (0, 2):
