@@ -15,7 +15,7 @@ from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.optim import learning_rate_factor
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
-from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
+from tests.faults.pretended import NAN, Faults, InFP8Alone, NanLoss, NanWeight, going_wrong
 from tests.ranks import TWO, run
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
 
@@ -74,18 +74,11 @@ def test_30_a_step_run_again_counts_once_and_leaves_no_trace(rerun, clean):
     assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
 
 
-class BeforeWhatever(Faults):
-    """A loss that is NaN in FP8 in the steps before a validation (5), a checkpoint (8) and a log alone (10), which are
-    finished early, in one that nothing follows (2), and in the last."""
-
-    def loss(self, module, step, precision):
-        return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
-
-
 def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path):
+    """A validation (5), a checkpoint (8) and a log alone (10), for which it is finished early, nothing (2), the end."""
     keys = ["trainer.log_every_n_steps=10", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
     folders = tmp_path / "clean", tmp_path / "run"
-    for folder, faults in zip(folders, (Faults(), BeforeWhatever()), strict=True):
+    for folder, faults in zip(folders, (Faults(), NanLoss(2, 5, 8, 10, 12, precision="fp8")), strict=True):
         with going_wrong(faults):
             train(folder, *keys)
     assert happened(folders[1]) == [(step, "rerun") for step in (2, 5, 8, 10, 12)]
@@ -154,17 +147,13 @@ def test_31_a_run_that_is_killed_before_it_notices_goes_back_when_it_goes_on(tmp
     assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
 
 
-class NoLoss(Faults):
-    """None is finite, in any precision."""
-
-    def loss(self, module, step, precision):
-        return NAN
-
-
 def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
     """However few they are: it has trained nothing."""
     keys = ["trainer.max_steps=3", "trainer.val_check_interval=3", "precision=fp32"]
-    with going_wrong(NoLoss(), fp8=False), pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"):
+    with (
+        going_wrong(NanLoss(1, 2, 3), fp8=False),
+        pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"),
+    ):
         train(tmp_path / "run", *keys)
     assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
     assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
@@ -179,21 +168,14 @@ def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp
     assert summary(tmp_path / "run")["best_val_loss"] is None
 
 
-class PoisonedBatch(Faults):
-    """Step 7's, in any precision."""
-
-    def loss(self, module, step, precision):
-        return NAN if step == 7 else 1.0
-
-
 def test_32_a_batch_that_is_bad_in_bf16_too_is_left_out_and_counts_as_a_step(tmp_path, caplog, clean):
     weights = {}
 
-    class Watched(PoisonedBatch):
+    class Watched(NanLoss):
         def before(self, module, step):
             weights[step] = module.model.positions.weight.detach().clone()
 
-    with going_wrong(Watched()):
+    with going_wrong(Watched(7)):
         train(tmp_path / "run", *QUIET)
     assert torch.equal(weights[7], weights[8])
     assert not torch.equal(weights[8], weights[9])

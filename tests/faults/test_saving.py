@@ -8,11 +8,9 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
@@ -23,17 +21,10 @@ from gpt2_fp8.train.loading import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
+from tests.checkpoint.test_writer import at, state
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 
 HERE = Path(__file__).resolve().parent
-
-
-def state(step):
-    return {"state_dict": {"w": torch.full((8,), float(step))}, "optimizer_states": [], "global_step": step}
-
-
-def at(step, val_loss=None):
-    return Pointer(pointers.folder_name(step), step, val_loss)
 
 
 def begun(folder, **options):
@@ -41,13 +32,6 @@ def begun(folder, **options):
     last = pointers.resolve("last", folder)
     writer.begin(last and pointers.step_of(last.name), None)
     return writer
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # ---- 01 to 03: kills -------------------------------------------------------------------------------------------------
@@ -203,20 +187,6 @@ def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog,
     assert (after["exit_code"], after["steps"], after["last_val_loss"]) == (0, 6, before["last_val_loss"])
 
 
-def interrupt(monkeypatch, step, micro_batch, action):
-    """Do something before the backward of one micro-batch (from 1) of one step (the count of those before it)."""
-    original, count = GPT2Module.manual_backward, [0]
-
-    def manual_backward(self, loss, *args, **kwargs):
-        if self.trainer.global_step == step:
-            count[0] += 1
-            if count[0] == micro_batch:
-                action()
-        original(self, loss, *args, **kwargs)
-
-    monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
-
-
 class BrokenError(RuntimeError):
     """A fault inside a step."""
 
@@ -224,12 +194,17 @@ class BrokenError(RuntimeError):
 def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypatch, whole):
     """The state of a boundary that was saved is what is left, and what was being written is finished."""
 
-    def fall():
-        raise BrokenError
+    backward, passes = GPT2Module.manual_backward, []
+
+    def broken(self, loss, *args, **kwargs):
+        passes.append(self.trainer.global_step)
+        if passes.count(4) == 3:  # of four micro-batches
+            raise BrokenError
+        backward(self, loss, *args, **kwargs)
 
     steps = record_steps(monkeypatch)
     with monkeypatch.context() as patch:
-        interrupt(patch, 4, 3, fall)
+        patch.setattr(GPT2Module, "manual_backward", broken)
         with pytest.raises(BrokenError):
             train(tmp_path / "run", base=SHORT)
     assert pointers.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
