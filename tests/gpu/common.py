@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ CONFIG = ModelConfig(
 )
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="the fused layers are made for Hopper")
+bf16 = partial(torch.autocast, "cuda", torch.bfloat16)
 FAMILIES = ["te", pytest.param("fused", marks=hopper)]
 # A run whose models are built by its own parts; a step is 12 sequences of 128 tokens.
 RUN = [
@@ -98,12 +100,6 @@ def prepared(*overrides):
         made.calibrate(tokens(12, 0, 128), made.micro_batch_size)
         made.scaling.ready = True
     return made
-
-
-@contextmanager
-def bf16():
-    with torch.autocast("cuda", torch.bfloat16):
-        yield
 
 
 @contextmanager

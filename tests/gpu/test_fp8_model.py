@@ -78,28 +78,6 @@ def test_evaluation_leaves_the_history_unchanged(backend):
     common.assert_same_tensors(state.capture(model), before)
 
 
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_restored_scales_give_the_same_loss_and_gradients(backend):
-    model, fp8 = calibrated(backend)
-    gradients(model, tokens(seed=3), True, fp8.forward_context)
-    saved = scales_of(model, fp8)
-    expected = gradients(model, tokens(seed=4), True, fp8.forward_context)
-    other = build(backend)
-    again = fp8.scaling(other)
-    again.load_state_dict(saved)
-    assert again.take()
-    loss, ours = gradients(other, tokens(seed=4), True, fp8.forward_context)
-    assert loss == expected[0]
-    assert all(torch.equal(ours[name], expected[1][name]) for name in ours if "tokens" not in name)
-
-
-def scales_of(model, backend):
-    """As a checkpoint has them."""
-    owner = backend.scaling(model)
-    owner.ready = True
-    return owner.state_dict()
-
-
 @pytest.mark.parametrize(
     ("keep_bf16", "in_fp8"),
     [

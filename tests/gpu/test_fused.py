@@ -86,11 +86,6 @@ def test_the_tables_hooks_see_its_whole_gradient_once():
     assert [torch.equal(gradient, table.grad) for gradient in seen] == [True]
 
 
-def test_e4m3_alone():
-    model, _ = against_bf16(tokens(8), precision="fp8_e4m3")
-    assert model.blocks[0].linears.fc1.slot("gradient").dtype == torch.float8_e4m3fn
-
-
 def test_ignored_targets_take_no_part():
     ids = tokens(4)
     ids[0, 100:] = -1
@@ -221,25 +216,6 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation():
         states.append(state.capture(model))
     assert losses[0] == losses[1]
     common.assert_same_tensors(*states)
-
-
-# Scales
-
-
-def test_a_step_takes_its_scales_from_the_steps_before():
-    model, fp8 = calibrated("fused", ids=tokens(4))
-    scales = model.scales
-    gradients(model, tokens(4), True, fp8.forward_context, True)
-    seen, used = scales.history[0].clone(), scales.scale.clone()
-    assert torch.all(seen > 0)
-    gradients(model, tokens(4, seed=1), True, fp8.forward_context, False)
-    assert torch.equal(scales.scale, used), "the same in all micro-batches"
-    assert torch.all(scales.history[0] >= seen)
-    seen = scales.history[0].clone()
-    gradients(model, tokens(4), True, fp8.forward_context, True)
-    assert torch.equal(scales.history[1], seen)
-    assert torch.equal(scales.scale, scales.largest / scales.history[1:].amax(0))
-    assert torch.equal(scales.scale_inv[:, 0], 1 / scales.scale)
 
 
 # What runs
