@@ -56,36 +56,19 @@ def fill(module):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T in float64, of operands rounded to FP8 by the scales of an `FP8Linear`; so is y's gradient."""
+    """y = x W^T in float64, of operands rounded to FP8 by the scales of an `FP8Linear`; so is y's gradient, by its
+    slot's scale or by the fixed one that a head's gradient has."""
 
     @staticmethod
-    def forward(ctx, x, weight, product):
+    def forward(ctx, x, weight, product, of_gradient=None):
         x8, w8 = rounded(x, product.slot("input")), rounded(weight, product.slot("weight"))
         ctx.save_for_backward(x8, w8)
-        ctx.slot = product.slot("gradient")
+        ctx.slot = of_gradient or product.slot("gradient")
         return x8 @ w8.t()
 
     @staticmethod
     def backward(ctx, g):
         (x8, w8), g8 = ctx.saved_tensors, rounded(g, ctx.slot)
-        return g8 @ w8, g8.t() @ x8, None
-
-
-class _Logits(torch.autograd.Function):
-    """The same for a head, whose gradient has a fixed scale: `weight` is what its loss is divided by."""
-
-    @staticmethod
-    def forward(ctx, x, weight, product, divisor):
-        x8, w8 = rounded(x, product.slot("input")), rounded(weight, product.slot("weight"))
-        ctx.save_for_backward(x8, w8)
-        ctx.divisor = divisor
-        return x8 @ w8.t()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x8, w8), dtype = ctx.saved_tensors, torch.float8_e5m2
-        factor = 2.0**LOGITS_EXPONENT * ctx.divisor
-        g8 = to_fp8(g, factor, dtype).double() / factor
         return g8 @ w8, g8.t() @ x8, None, None
 
 
@@ -115,8 +98,9 @@ def block_in_float64(block, p, x, heads, products):
 def head_in_float64(p, x, targets, product):
     """The loss that `head.Head` computes; with `product`, as it rounds."""
     y = F.layer_norm(x, x.shape[-1:], p["layer_norm_weight"], p["layer_norm_bias"], EPSILON).flatten(0, 1)
-    counted = (targets >= 0).sum()
-    logits = y @ p["weight"].t() if product is None else _Logits.apply(y, p["weight"], product, counted)
+    scale = 2.0**LOGITS_EXPONENT * (targets >= 0).sum()  # of the sum of the losses, which is divided by their number
+    slot = SimpleNamespace(scale=scale, dtype=torch.float8_e5m2)
+    logits = y @ p["weight"].t() if product is None else _Product.apply(y, p["weight"], product, slot)
     return F.cross_entropy(logits[:, :VOCAB], targets.flatten(), ignore_index=-1)
 
 
