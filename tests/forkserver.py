@@ -50,7 +50,6 @@ class ForkServer:
         return int(answer)
 
     def close(self) -> None:
-        """End the server."""
         self._connection.close()
 
 
@@ -105,13 +104,11 @@ def ours(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def server() -> ForkServer:
-    """Return the server of this process."""
     return _of_ranks or _started()
 
 
 @functools.cache
 def _started() -> ForkServer:
-    """Start the server when it is first needed."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = ours(os.environ) | _FIXED
     with there:

@@ -21,7 +21,6 @@ BEGIN, END = "<!-- every key, by python -m tests.settings_page -->\n", "<!-- the
 
 
 def table() -> str:
-    """Every key by its group, in Markdown."""
     (config,) = preflight(["run_name=NAME"])
     held = asdict(config)
     groups: dict[str, list[str]] = {}
@@ -93,7 +92,6 @@ def value(held: dict[str, Any], group: str, key: str) -> str:
 
 
 def page() -> str:
-    """The page with the table as it should be."""
     before, _, after = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + table() + "\n" + END + after.partition(END)[2]
 

@@ -32,7 +32,6 @@ class Pretended(Reference):
 
 
 def pretended(config):
-    """The plan of a run in pretended FP8."""
     name = config.precision.name if config.precision.name.startswith("fp8") else "fp8_hybrid"
     return Plan("cpu", name, name, None, Pretended(config, name))
 

@@ -160,7 +160,6 @@ def test_a_run_continues_from_version_1(run):
 
 
 def written(path, change):
-    """The checkpoint `path` again, with its state changed."""
     state = files.read(path)
     change(state)
     files.write(path, state)

@@ -52,7 +52,6 @@ def losses(steps):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """The steps and metrics of a run with room for all."""
     return recorded(tmp_path_factory.mktemp("clean") / "run", *STEPS)
 
 

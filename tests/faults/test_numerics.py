@@ -36,7 +36,6 @@ def assert_finite(path):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """A run in which nothing goes wrong, in pretended FP8."""
     folder = tmp_path_factory.mktemp("clean") / "run"
     with going_wrong(Faults()):
         train(folder, *QUIET)

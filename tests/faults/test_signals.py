@@ -28,7 +28,6 @@ SLURM = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that nobody interrupts."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(folder)
 

@@ -35,7 +35,6 @@ RUN = [
 
 
 def composed(*overrides):
-    """The configuration of `RUN` with `overrides`."""
     plain = {"precision=bf16", "precision=fp32"} & set(overrides)
     base = [word for word in RUN if not (plain and word.startswith("precision."))]
     (config,) = compose.preflight([*base, *overrides])
@@ -61,7 +60,6 @@ def computing(
 
 
 def build(backend, *arguments, **options):
-    """A model; arguments as `computing`'s."""
     model = computing(backend, *arguments, **options).build(VOCAB).cuda()
     initialise(model, seed=1)
     return model
@@ -125,7 +123,6 @@ def determinism():
 
 
 def grads(model):
-    """Copies of the gradients by name, float32."""
     return {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
 

@@ -64,7 +64,6 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def deterministic():
-    """See `common.determinism`."""
     from tests.gpu.common import determinism  # it looks at the GPU when it is imported
 
     with determinism():
