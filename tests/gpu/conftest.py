@@ -10,14 +10,12 @@ import torch
 
 from gpt2_fp8.fp8.support import why_not_te_fp8
 from gpt2_fp8.kernels import nvrtc
-from tests import gpus
 from tests.gpu import kernels
 
-_OWN = gpus.of_worker(
-    os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-)
-if _OWN is not None:  # before CUDA starts, and before the tests' modules count GPUs
-    os.environ["CUDA_VISIBLE_DEVICES"] = _OWN
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+_GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+if _WORKER.isdecimal() and torch.cuda.device_count():  # before CUDA starts, and before the tests' modules count GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = _GPUS[int(_WORKER) % len(_GPUS)]
 
 
 def pytest_collection_modifyitems(items):
