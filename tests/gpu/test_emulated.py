@@ -12,10 +12,9 @@ from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
-from tests.gpu.kernels import cast_transpose
+from tests.gpu.kernels import E4M3, E5M2, cast_transpose
 
 pytestmark = [pytest.mark.fp8, hopper]
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 
 

@@ -191,16 +191,3 @@ def test_head(model, implementation):
     for name, gradient in gradients.items():
         assert_rounds_as_fp8_does(name, gradient, as_fp8[name], expected[name])
     assert torch.count_nonzero(gradients["weight"][VOCAB:]) == 0
-
-
-def test_an_error_of_two_percent_shows():
-    """What the bounds above are worth: every number 2 % too large, or every fiftieth row missing."""
-    exact = normal(4096, 64, seed=1).double()
-    slot = SimpleNamespace(scale=torch.tensor([37.3], device=DEVICE), dtype=torch.float8_e5m2)
-    rounds = rounded(exact, slot)
-    assert_rounds_as_fp8_does("as it is", rounds.float(), rounds, exact)
-    missing = rounds.clone()
-    missing[::50] = 0
-    for wrong in (rounds * 1.02, missing):
-        with pytest.raises(AssertionError):
-            assert_rounds_as_fp8_does("wrong", wrong, rounds, exact)
