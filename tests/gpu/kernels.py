@@ -69,15 +69,26 @@ def need(gibibytes):
         pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
 
 
-def assert_slices_are_alone(whole, alone, parts, transposed=()):
-    """The tensors of a large call have the bytes of calls on `parts` of its rows, each of which counts its elements in
-    int32, and which other tests hold to float64. `alone(part)`: a call's tensors; those whose places in the list are
-    `transposed` have the rows as columns."""
+def assert_slices_are_alone(call, slot, parts, transposed=(), atol=1e-2):
+    """A call on all rows of large tensors leaves what calls on `parts` of them do, each of which counts its elements in
+    int32, and which other tests hold to float64: the same bytes and amax, and column sums that add up. Returns it.
+
+    `call(rows, slot)`: a call's tensors, and its column sums or None; those whose places in the list are `transposed`
+    have the rows as columns.
+    """
+    of_parts, sums = slot._replace(amax=torch.zeros_like(slot.amax)), 0
+    whole, of_whole = call(slice(None), slot)
     for part in parts:
-        for i, (large, small) in enumerate(zip(whole, alone(part), strict=True)):
+        alone, of_part = call(part, of_parts)
+        sums = sums + (0 if of_part is None else of_part)
+        for i, (large, small) in enumerate(zip(whole, alone, strict=True)):
             large = large.view(torch.uint8) if large.element_size() == 1 else large
             here = large[:, part] if i in transposed else large[part]
             assert torch.equal(bits(here), bits(small)), (i, part)
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    if of_whole is not None:
+        torch.testing.assert_close(of_whole, sums, rtol=1e-5, atol=atol)
+    return whole
 
 
 def slot_of(dtype, scale=1.0, amax=0.0):

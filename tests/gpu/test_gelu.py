@@ -104,17 +104,11 @@ def test_more_elements_than_int32_counts():
     parts = [slice(start, start + step) for start in range(0, m, step)]
     h, dy = kernels.large_normal(m, n), kernels.large_normal(m, n, seed=1)
     slot = slot_of(E4M3, 16.0)
-    kernels.assert_slices_are_alone([gelu_cast(h, slot)], lambda part: [gelu_cast(h[part], slot)], parts)
+    kernels.assert_slices_are_alone(lambda rows, slot: ([gelu_cast(h[rows], slot)], None), slot, parts)
     assert slot.amax.item() == pytest.approx(h.max().item(), rel=1e-6)  # far from 0, gelu(h) is h
-
-    slot, of_parts, sums = slot_of(E5M2, 16.0), slot_of(E5M2, 16.0), []
 
     def backward(rows, slot):
         *tensors, partial = gelu_backward_cast(dy[rows], h[rows], slot, slot_of(E4M3, 16.0))
-        sums.append(column_sums(partial))
-        return tensors
+        return tensors, column_sums(partial)
 
-    whole = backward(slice(None), slot)
-    kernels.assert_slices_are_alone(whole, lambda part: backward(part, of_parts), parts, transposed=(1, 2))
-    assert slot.amax.item() == of_parts.amax.item() > 0
-    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=1e-2)
+    kernels.assert_slices_are_alone(backward, slot_of(E5M2, 16.0), parts, transposed=(1, 2))

@@ -236,14 +236,9 @@ def test_more_elements_than_int32_counts():
     del q
 
     a = whole((m, 128, k), E5M2, seed=3).a
-    slot, of_parts, sums = slot_of(E5M2, 11.3), slot_of(E5M2, 11.3), []
 
     def backward(rows, slot):
         q, partial = product_gelu_backward(Operands(a[rows], b, *units), slopes[rows], slot)
-        sums.append(column_sums(partial))
-        return [q]
+        return [q], column_sums(partial)
 
-    of_all = backward(slice(None), slot)
-    kernels.assert_slices_are_alone(of_all, lambda part: backward(part, of_parts), parts)
-    assert slot.amax.item() == of_parts.amax.item() > 0
-    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=1e-2)
+    kernels.assert_slices_are_alone(backward, slot_of(E5M2, 11.3), parts)
