@@ -49,11 +49,20 @@ def test_cudnn_attention_gives_the_rows_sums():
 
 
 @pytest.mark.skipif(flash_attn.why_no_flash() is not None, reason=str(flash_attn.why_no_flash()))
-def test_flash_backward_takes_row_sums_and_what_it_writes_into():
-    """test_fused has its gradients, after cuDNN's forward, against float64."""
+def test_flash_backward_takes_another_kernels_row_sums_and_writes_into_what_it_is_given():
     backward = flash_attn.flash_backward()
     used = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
     assert set(inspect.signature(backward).parameters) >= used
+    q, k, v = packed()
+    out, lse = torch_private.cudnn_attention(q, k, v)
+    dout = torch.randn_like(out)
+    given = [t.transpose(1, 2).contiguous() for t in (q, k, v, out, dout)]
+    grads = {name: torch.empty_like(given[0]) for name in ("dq", "dk", "dv")}
+    backward(*given, lse.view(lse.shape[:3]), causal=True, deterministic=False, **grads)
+    leaves = [t.float().requires_grad_() for t in (q, k, v)]
+    F.scaled_dot_product_attention(*leaves, is_causal=True).backward(dout.float())
+    for found, leaf in zip(grads.values(), leaves, strict=True):
+        torch.testing.assert_close(found.transpose(1, 2).float(), leaf.grad, rtol=5e-2, atol=5e-2)
 
 
 def region(**recipe):
@@ -119,6 +128,16 @@ def test_split_along_dim_gives_parts_and_a_packed_gradient():
     gradient = torch.randn_like(x)
     torch.autograd.backward(parts, [gradient[:, :, i : i + 1] for i in range(3)])
     assert torch.equal(x.grad, gradient)
+
+
+@pytest.mark.fp8
+def test_apply_rotary_turns_pairs_of_the_two_halves():
+    x = torch.randn(2, 8, 3, 64, dtype=torch.float32, device="cuda")
+    angle = torch.rand(8, 32, device="cuda")
+    both = torch.cat((angle, angle), dim=-1)[:, None, None]
+    turned = transformer_engine.apply_rotary()(x, both, tensor_format="bshd", fused=True)
+    expected = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    assert torch.allclose(turned, torch.cat((expected.real, expected.imag), dim=-1), atol=1e-5)
 
 
 @pytest.mark.fp8
