@@ -143,11 +143,3 @@ def column_sums(partial):
 def bits(tensor):
     """The bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def assert_repeats(call, dtype):
-    """`call(slot)` gives the same bytes twice, and records the same amax."""
-    first, second = slot_of(dtype), slot_of(dtype)
-    for one, other in zip(call(first), call(second), strict=True):
-        assert torch.equal(bits(one), bits(other))
-    assert torch.equal(first.amax, second.amax)
