@@ -64,7 +64,7 @@ DAMAGES = {
 NAMES = [manifest.MODEL, manifest.OPTIMIZER, manifest.STATE, manifest.SKELETON, manifest.MANIFEST]
 
 
-@pytest.mark.parametrize(("damage", "name"), zip(DAMAGES, NAMES, strict=True))
+@pytest.mark.parametrize(("damage", "name"), [*zip(DAMAGES, NAMES, strict=True)])
 def test_last_passes_over_a_damaged_file_to_the_newest_checkpoint_that_is_whole(run, caplog, damage, name):
     newest, previous = checkpoint(run, 8), checkpoint(run, 4)
     DAMAGES[damage](newest / name)

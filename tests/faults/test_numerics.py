@@ -232,38 +232,30 @@ class BadInFP8(Faults):
         return NAN if module.step.plan.fp8 and step in (6, 7) else 1.0
 
 
-@pytest.fixture(scope="module")
-def fallen(tmp_path_factory):
-    """A run that fell back to bf16 in step 7, and ended after step 10 without a word."""
-    folder = tmp_path_factory.mktemp("fallen") / "run"
+def test_36_a_run_that_fell_back_to_bf16_stays_there_when_it_is_resumed_and_says_so(tmp_path, clean, caplog):
+    """It falls back in step 7, to the checkpoint of step 4, and ends after step 10 without a word."""
+    folder, expected = tmp_path / "run", [(6, "skip"), (7, "skip"), (7, "rollback")]
     with going_wrong(BadInFP8()):
         train_until(10, folder, *QUIET, "callbacks.nonfinite_limit=2")
-    return folder
-
-
-def test_36_it_went_back_to_the_checkpoint_before_and_saved_its_next_step(fallen):
-    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")]
-    assert summary(fallen)["precision"]["ran"] == "bf16"
+    assert happened(folder) == expected
+    assert summary(folder)["precision"]["ran"] == "bf16"
     steps = {5, 8}  # the first after the rollback to step 4, and the interval's
-    assert {path.name for path in (fallen / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in steps}
-    saved = read(checkpoint(fallen, 5))
+    assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in steps}
+    saved = read(checkpoint(folder, 5))
     assert saved["precision"] == {
         "asked": "fp8_hybrid", "ran": "bf16", "recipe": None, "fell_back": True,
         "reason": "fallback at step 7: the last 2 steps had no finite loss and gradient",
     }  # fmt: skip
     assert saved["callbacks"]["DivergenceGuard"]["rollbacks"] == 1
-
-
-def test_36_a_resumed_run_stays_in_bf16_and_says_so(fallen, clean, caplog):
     caplog.set_level(logging.INFO)
     with going_wrong(BadInFP8()):
-        train(fallen, *QUIET, "ckpt_path=last")
+        train(folder, *QUIET, "ckpt_path=last")
     assert "has fallen back to bf16, and stays there" in caplog.text
-    report = summary(fallen)
+    report = summary(folder)
     assert (report["steps"], report["precision"]["ran"]) == (12, "bf16")
-    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")], "from the checkpoint"
+    assert happened(folder) == expected, "from the checkpoint"
     # Pretended FP8 is bf16: the run ends where one ends to which nothing happened.
-    assert_same_checkpoint(checkpoint(fallen, 12), checkpoint(clean, 12))
+    assert_same_checkpoint(checkpoint(folder, 12), checkpoint(clean, 12))
 
 
 ONE_RANK = """
