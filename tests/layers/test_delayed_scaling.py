@@ -76,18 +76,24 @@ def test_every_slot_is_a_place_of_its_own_in_the_buffers():
     assert offsets == [0, 16, 32, 48], "cuBLASLt reads at multiples of 16 bytes"
 
 
-def test_slots_follow_the_buffers_to_another_place_and_stay_float32():
+def test_slots_follow_the_buffers_to_another_place():
     model = nn.Sequential(scales(forward=1, gradient=1))
-    of, place = model[0], Place("gradient", 0)
-    model.to(torch.float64)
-    before = of.slot(place)
-    before.amax.fill_(7.0)
-    assert of.history.dtype == of.scale.dtype == torch.float32
-    assert of.history[0].tolist() == [0, 7]
+    of = model[0]
+    before = of.slot(Place("gradient", 0))
     model.to("meta")
     assert {part.device.type for part in (of.scale, of.scale_inv, of.history, of.largest)} == {"meta"}
-    assert of.slot(place) is not before
-    assert {part.device.type for part in of.slot(place)[:3]} == {"meta"}
+    slot = of.slot(Place("gradient", 0))
+    assert slot is not before
+    assert {part.device.type for part in slot[:3]} == {"meta"}
+
+
+def test_another_type_for_the_parameters_is_none_for_the_scales():
+    model = nn.Sequential(scales(forward=1, gradient=1))
+    of = model[0]
+    model.to(torch.float64)
+    of.slot(Place("gradient", 0)).amax.fill_(7.0)
+    assert of.history.dtype == of.scale.dtype == torch.float32
+    assert of.history[0].tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -117,19 +123,25 @@ def test_scale_is_the_formats_largest_over_the_largest_of_the_history():
 
 
 @pytest.mark.parametrize("keys", [{"most_recent": True}, {"history": 1}, {"history": 1, "most_recent": True}], ids=str)
-@pytest.mark.parametrize("margin", [0, 1, 3])
-def test_most_recent_or_a_history_of_one_step_takes_the_last_step_alone(keys, margin):
-    """`margin` leaves powers of two."""
-    of = scales(margin=margin, **keys)
+def test_most_recent_or_a_history_of_one_step_takes_the_last_step_alone(keys):
+    of = scales(**keys)
     for magnitudes in ((8, 1, 16), (2, 4, 1)):
         step(of, *magnitudes)
     of.begin(True)
-    assert of.scale.tolist() == [E4M3 / 2 / 2**margin, E4M3 / 4 / 2**margin, E5M2 / 2**margin]
+    assert of.scale.tolist() == [E4M3 / 2, E4M3 / 4, E5M2 / 1]
     assert of.history[0].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("bad", [0.0, 1e-44, float("inf"), float("nan")])
-def test_a_tensor_without_a_magnitude_that_gives_a_finite_scale_keeps_its_own(bad):
+@pytest.mark.parametrize("margin", [0, 1, 3])
+def test_margin_leaves_powers_of_two(margin):
+    of = scales(margin=margin)
+    step(of, 2, 4, 8)
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 2 / 2**margin, E4M3 / 4 / 2**margin, E5M2 / 8 / 2**margin]
+
+
+@pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])
+def test_a_tensor_without_a_finite_magnitude_keeps_its_scale(bad):
     of = scales(history=1)
     step(of, 2, 4, 8)
     of.begin(True)
@@ -137,6 +149,13 @@ def test_a_tensor_without_a_magnitude_that_gives_a_finite_scale_keeps_its_own(ba
     of.begin(True)
     assert of.scale.tolist() == [E4M3 / 2, E4M3 / 1, E5M2 / 8]
     assert_reciprocal(of)
+
+
+def test_a_magnitude_too_small_for_a_finite_scale_changes_nothing():
+    of = scales(history=1)
+    step(of, 1e-44, 4, 1e-44)
+    of.begin(True)
+    assert of.scale.tolist() == [1.0, E4M3 / 4, 1.0]
 
 
 def test_scales_and_history_change_in_a_steps_first_forward_alone():
@@ -167,16 +186,23 @@ def test_a_steps_magnitude_is_that_of_all_its_micro_batches():
 
 @pytest.mark.parametrize("evaluation", ["eval", "no_grad"])
 @pytest.mark.parametrize("first", [None, True, False])
-def test_evaluation_leaves_scales_and_history_and_takes_reciprocals_of_restored_scales(evaluation, first):
+def test_evaluation_leaves_scales_and_history(evaluation, first):
     of = scales()
     step(of, 2, 4, 8)
     history = of.history.clone()
-    of.scale.copy_(torch.tensor([2.0, 4.0, 8.0]))
     of.train(evaluation != "eval")
     with torch.no_grad() if evaluation == "no_grad" else nullcontext():
         of.begin(first)
     assert torch.equal(of.history, history)
-    assert of.scale.tolist() == [2, 4, 8]
+    assert of.scale.tolist() == [1, 1, 1]
+
+
+def test_evaluation_takes_the_reciprocals_of_restored_scales():
+    of = scales()
+    of.scale.copy_(torch.tensor([2.0, 4.0, 8.0]))
+    of.eval()
+    of.begin(None)
+    assert of.scale_inv[:, 0].tolist() == [0.5, 0.25, 0.125]
     assert_reciprocal(of)
 
 
