@@ -24,7 +24,6 @@ SECONDS = 60  # of one test, on a machine that has other work
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the ring."""
     for item in items:
         if not item.path.is_relative_to(HERE):
             continue
@@ -37,7 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run a fast test with nothing to start."""
     with alone() if item.get_closest_marker("fast") else contextlib.nullcontext():
         return (yield)
 

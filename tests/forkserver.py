@@ -29,29 +29,21 @@ _NOT_OURS = (
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
           "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
-_of_ranks: ForkServer | None = None  # in a forked run: where its ranks come from
+_of_ranks: socket.socket | None = None  # in a forked run: to where its ranks come from
+_lock = threading.Lock()
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
-class ForkServer:
-    """A process that forks on request; what it forks becomes a child of the process that asks."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-
-    def start(self, streams: list[int], **request: Any) -> int:
-        """Return the id of a new child whose standard streams are `streams`."""
-        message = json.dumps(request | {"group": os.getpgrp()}, default=str).encode()
-        with self._lock, _adopts_orphans():
-            socket.send_fds(self._connection, [message], streams)
-            answer = self._connection.recv(64)
-        if not answer:
-            raise RuntimeError("the fork server has ended; its own output says why")
-        return int(answer)
-
-    def close(self) -> None:
-        """End the server."""
-        self._connection.close()
+def _fork(streams: list[int], **request: Any) -> int:
+    """Return the id of a new process whose standard streams are `streams`; it becomes a child of this one."""
+    message = json.dumps(request | {"group": os.getpgrp()}, default=str).encode()
+    connection = _of_ranks or _started()
+    with _lock, _adopts_orphans():
+        socket.send_fds(connection, [message], streams)
+        answer = connection.recv(64)
+    if not answer:
+        raise RuntimeError("the fork server has ended; its own output says why")
+    return int(answer)
 
 
 class Popen(subprocess.Popen[Any]):
@@ -70,7 +62,7 @@ class Popen(subprocess.Popen[Any]):
         words = words[1:] if words[0] == "-u" else words  # as torchrun's agent starts its ranks
         environment = self._seen(os.environ if given["env"] is None else given["env"])
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-        self.pid = server().start(
+        self.pid = _fork(
             [number if stream == -1 else stream for number, stream in enumerate(streams)],
             words=words, cwd=given["cwd"] or os.getcwd(), environment=environment,
             session=given["start_new_session"], **self._asked,
@@ -104,14 +96,8 @@ def ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_NOT_OURS)}
 
 
-def server() -> ForkServer:
-    """Return the server of this process."""
-    return _of_ranks or _started()
-
-
 @functools.cache
-def _started() -> ForkServer:
-    """Start the server when it is first needed."""
+def _started() -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = ours(os.environ) | _FIXED
     with there:
@@ -122,16 +108,15 @@ def _started() -> ForkServer:
         )  # fmt: skip
     if here.recv(64) != b"ready":
         raise RuntimeError("the fork server did not start; its own output says why")
-    started = ForkServer(here)
     atexit.register(process.wait)
-    atexit.register(started.close)  # the last to be registered is the first to be called
-    return started
+    atexit.register(here.close)  # the last to be registered is the first to be called
+    return here
 
 
 def fork_ranks(connection: socket.socket) -> None:
     """Have this process, which was forked, start its ranks by the server behind `connection`."""
     global _of_ranks
-    _of_ranks = ForkServer(connection)
+    _of_ranks = connection
     subprocess.Popen = PopenOfRanks  # type: ignore[assignment,misc]
 
 

@@ -31,7 +31,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
-    """Import everything, say so, and serve."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     with mock.patch.object(importlib.metadata, "version", _version):
         for name in PRELOADED:
@@ -54,7 +53,6 @@ def _version(name: str, known: Callable[[str], str] = importlib.metadata.version
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until there are no more."""
     while True:
         message, streams, *_ = socket.recv_fds(connection, forkserver.MOST, 3)
         if not message:
@@ -88,7 +86,6 @@ def _fork_for_another(request: dict[str, Any], connection: socket.socket, stream
 
 
 def _become(request: dict[str, Any], connection: socket.socket, streams: list[int]) -> NoReturn:
-    """Be the program that is asked for, to its end."""
     code = 70
     try:
         connection.close()

@@ -75,7 +75,6 @@ def remembered(config_name: str, words: tuple[str, ...]) -> bytes:
 
 
 def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:
-    """Load as `OmegaConf.load`, and remember what a text comes to."""
     text = file.read() if hasattr(file, "read") else Path(file).read_text(encoding="utf-8")
     cfg: DictConfig | ListConfig = pickle.loads(parsed(text))
     return cfg
@@ -83,5 +82,4 @@ def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:
 
 @functools.lru_cache(512)
 def parsed(text: str) -> bytes:
-    """Return a pickle of what `OmegaConf.load` makes of a text."""
     return pickle.dumps(original_load(StringIO(text)))

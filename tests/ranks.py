@@ -97,7 +97,6 @@ def run(cwd, *words, patch="", timeout=90, **environment):
 
 
 def torchrun(cwd, options, *words, patch=""):
-    """torchrun, started."""
     script = [] if patch else ["-m"]
     return start(cwd, "-m", "torch.distributed.run", *options, *script, *program(cwd, patch)[not patch :], *words)
 

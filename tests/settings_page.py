@@ -21,33 +21,26 @@ BEGIN, END = "<!-- every key, by python -m tests.settings_page -->\n", "<!-- the
 
 
 def table() -> str:
-    """Every key by its group, in Markdown."""
     (config,) = preflight(["run_name=NAME"])
-    held = asdict(config)
-    groups: dict[str, list[str]] = {}
-    for group, cls in groups_of():
-        said = comments(cls)
+    held, hints = asdict(config), hints_of(RunConfig)
+    # the run's own keys first, then each group's, of all dataclasses that its choices can have
+    classes = [
+        ("", RunConfig),
+        *((key.name, cls) for key in fields(RunConfig) for cls in kind_of(hints[key.name]).classes),
+    ]
+    groups: dict[str, dict[str, str]] = {}
+    for group, cls in classes:
+        said, rows = comments(cls), groups.setdefault(group, {})
         for key in fields(cls):
-            if kind_of(hints_of(cls)[key.name]).classes[:1] or (group and key.name in CHOSEN):
-                continue
-            default = value(held, group, key.name)
-            row = f"| `{key.name}` | {kinds(hints_of(cls)[key.name])} | {default} | {said.get(key.name, '')} |"
-            rows = groups.setdefault(group, [])
-            if not any(other.startswith(f"| `{key.name}` |") for other in rows):
-                rows.append(row)
+            hint = hints_of(cls)[key.name]
+            if not kind_of(hint).classes and not (group and key.name in CHOSEN):
+                row = f"| `{key.name}` | {kinds(hint)} | {value(held, group, key.name)} | {said.get(key.name, '')} |"
+                rows.setdefault(key.name, row)
     parts = []
     for group, rows in groups.items():
         title = f"### `{group}.`" if group else "### Of a run"
-        parts.append("\n".join([title, "", "| key | takes | default | meaning |", "|---|---|---|---|", *rows]))
+        parts.append("\n".join([title, "", "| key | takes | default | meaning |", "|---|---|---|---|", *rows.values()]))
     return "\n\n".join(parts) + "\n"
-
-
-def groups_of() -> list[tuple[str, type]]:
-    """Each group's name with each dataclass that its choices can have; the run's own keys first."""
-    found: list[tuple[str, type]] = [("", RunConfig)]
-    for key in fields(RunConfig):
-        found += [(key.name, cls) for cls in kind_of(hints_of(RunConfig)[key.name]).classes]
-    return found
 
 
 def comments(cls: type) -> dict[str, str]:
@@ -93,7 +86,6 @@ def value(held: dict[str, Any], group: str, key: str) -> str:
 
 
 def page() -> str:
-    """The page with the table as it should be."""
     before, _, after = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + table() + "\n" + END + after.partition(END)[2]
 

@@ -53,7 +53,6 @@ class Terminal:
         self.screen.resize(LINES, columns)
 
     def press(self, keys: bytes) -> None:
-        """Type."""
         os.write(self._fd, keys)
 
     def read_until(self, there: Callable[[Terminal], bool], seconds: float = 120.0) -> None:
@@ -75,7 +74,6 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self) -> bool:
-        """Show what is there; returns whether more may come."""
         if not select.select([self._fd], [], [], 0.2)[0]:
             return True
         try:

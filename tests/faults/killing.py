@@ -130,7 +130,6 @@ def kill_runs(folder, kills):
 
 
 def main():
-    """What the command line at the top does."""
     folder, kills, seed, what = sys.argv[1:]
     logging.disable()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork

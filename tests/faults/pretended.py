@@ -32,7 +32,6 @@ class Pretended(Reference):
 
 
 def pretended(config):
-    """The plan of a run in pretended FP8."""
     name = config.precision.name if config.precision.name.startswith("fp8") else "fp8_hybrid"
     return Plan("cpu", name, name, None, Pretended(config, name))
 
@@ -62,11 +61,21 @@ class Faults:
         pass
 
 
-class InFP8Alone(Faults):
-    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
+class NanLoss(Faults):
+    """A loss that is NaN in these steps, in this precision or in any."""
+
+    def __init__(self, *steps, precision=None):
+        self.steps, self.precision = steps, precision
 
     def loss(self, module, step, precision):
-        return NAN if (step, precision) == (3, "fp8") else 1.0
+        return NAN if step in self.steps and self.precision in (None, precision) else 1.0
+
+
+class InFP8Alone(NanLoss):
+    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
+
+    def __init__(self):
+        super().__init__(3, precision="fp8")
 
     def gradient(self, module, step, precision):
         return math.inf if (step, precision) == (5, "fp8") else 1.0

@@ -64,7 +64,7 @@ DAMAGES = {
 NAMES = [manifest.MODEL, manifest.OPTIMIZER, manifest.STATE, manifest.SKELETON, manifest.MANIFEST]
 
 
-@pytest.mark.parametrize(("damage", "name"), zip(DAMAGES, NAMES, strict=True))
+@pytest.mark.parametrize(("damage", "name"), [*zip(DAMAGES, NAMES, strict=True)])
 def test_last_passes_over_a_damaged_file_to_the_newest_checkpoint_that_is_whole(run, caplog, damage, name):
     newest, previous = checkpoint(run, 8), checkpoint(run, 4)
     DAMAGES[damage](newest / name)
@@ -118,10 +118,6 @@ def test_nothing_whole_left_is_an_error_never_a_fresh_start(run):
         train(run, "ckpt_path=last")
     assert error.value.exit_code == 2
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-    for step in (4, 8):
-        shutil.rmtree(checkpoint(run, step))
-    with pytest.raises(CheckpointError, match="step-00000008, which it names, is gone"):
-        resolve(run)
 
 
 def test_a_newer_version_is_refused_and_both_are_named(run):
@@ -150,7 +146,6 @@ def test_a_checkpoint_of_version_1_loads_and_is_said_to_be_unchecked(tmp_path, c
 
 
 def written(path, change):
-    """The checkpoint `path` again, with its state changed."""
     state = files.read(path)
     change(state)
     files.write(path, state)

@@ -4,10 +4,11 @@ import os
 import signal
 
 import pytest
+import torch
 
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.engine.gradients import Gradients
-from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
+from tests.faults.pretended import NanLoss, Pretended, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 
 WORDS = ["model.dropout=0.1", "micro_batch_size=2", "callbacks.checkpoint_every_n_steps=0"]
@@ -15,19 +16,14 @@ END = 12
 ASIDE = {"tokens_per_second", "step_time", "data_wait", "memory_gb"}
 
 
-def kill():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def nth(number, original, seen, training=True):
     """`original`, which gets the process a signal at its `number`th call."""
-    import torch
 
     def called(*arguments, **options):
         if torch.is_grad_enabled() == training:
             seen.append(1)
             if len(seen) == number:
-                kill()
+                os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **options)
 
     return called
@@ -89,23 +85,16 @@ def test_in_a_validation(tmp_path, whole):
     same(tmp_path / "run", steps + steps_of(tmp_path / "run", "ckpt_path=last"), whole)
 
 
-class Once(Faults):
-    """A step whose loss is not finite in FP8."""
-
-    def loss(self, module, step, precision):
-        return NAN if (step, precision) == (7, "fp8") else 1.0
-
-
 def test_in_a_step_that_is_run_again_in_bf16(tmp_path):
     """It is counted, and its update was not made: the one before it is what is saved."""
     words = ["precision=fp8_hybrid"]
-    with going_wrong(Once()):
+    with going_wrong(NanLoss(7, precision="fp8")):
         whole = tmp_path / "whole", steps_of(tmp_path / "whole", *words)
-    with going_wrong(Once()), pytest.MonkeyPatch.context() as patch:
+    with going_wrong(NanLoss(7, precision="fp8")), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pretended, "bf16_loss", nth(2, Pretended.bf16_loss, seen := []))
         steps = stopped_at(tmp_path / "run", patch, *words)
     assert (len(seen), len(steps)) == (2, 7)  # of which the last one raised
     assert summary(tmp_path / "run")["steps"] == 6
-    with going_wrong(Once()):
+    with going_wrong(NanLoss(7, precision="fp8")):
         steps = steps[:6] + steps_of(tmp_path / "run", *words, "ckpt_path=last")
     same(tmp_path / "run", steps, whole)

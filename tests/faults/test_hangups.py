@@ -1,4 +1,4 @@
-"""Signals lost in start-up, to one rank alone, of a closed terminal, and to the benchmark."""
+"""Faults 43 and 45: signals in start-up, also where a library loses them, and of a closed terminal."""
 
 import os
 import pty
@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests import forkserver
+from tests import ranks
 from tests.runs import SMALL, checkpoint, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,35 +16,26 @@ ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHO
 LONG = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "trainer.max_steps=4000", "run_name=run"]
 
 
-SCRIPT = """
-import os, signal, sys, time
-
-def kill():
-    os.kill(os.getpid(), signal.SIGTERM)
-
+LOST = """
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.datamodule import TokenDataModule
+
 def lost(self, *arguments, **options):
     try:
-        kill()
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     except BaseException:
         raise UserError.of("nonsense", "nothing") from None
+
 TokenDataModule.setup = lost
-from gpt2_fp8 import run
-if __name__ == "__main__":
-    sys.exit(run.main(sys.argv[1:]))
 """
 
 
 def test_a_signal_that_a_library_loses_ends_the_run(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = forkserver.run(
-        [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 143, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert "nonsense" not in done.stderr
+    code, output = ranks.run(tmp_path, *LONG, patch=LOST)
+    assert code == 143, output
+    assert "Traceback" not in output
+    assert "nonsense" not in output
     assert summary(tmp_path / "outputs/run")["status"] == "stopped"
     assert not list((tmp_path / "outputs/run/checkpoints").glob("step-*"))
 

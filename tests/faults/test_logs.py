@@ -13,29 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.train.loggers import MetricsFile, build_files
-from tests import forkserver
+from tests import ranks
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, summary
 
 BOTH = LoggerConfig(tensorboard=True, csv=True)
 PLAIN = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-# Killed in step 11, of which the last checkpoint is that of step 8.
-KILLED = """
-import os, signal, sys
-from gpt2_fp8 import run
-from gpt2_fp8.train.module import GPT2Module
-
-original = GPT2Module.training_step
-
-def training_step(self, batch, batch_idx):
-    if self.global_step == 10 and "ckpt_path=last" not in words:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, batch, batch_idx)
-
-GPT2Module.training_step = training_step
-words = sys.argv[1:]
-sys.exit(run.main(words))
-"""
 
 
 def logged(folder: Path) -> tuple[list[int], list[int]]:
@@ -47,15 +30,14 @@ def logged(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def test_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(KILLED)
+    """Killed in step 11, of which the last checkpoint is that of step 8."""
     words = [*SMALL, "run_name=run", "logger=default", "callbacks.async_checkpoints=false"]
     codes, seen = [], []
     for more in ([], ["ckpt_path=last"]):
-        done = forkserver.run([sys.executable, "script.py", *words, *more], cwd=tmp_path, env=PLAIN,
-                              capture_output=True, text=True, timeout=180)  # fmt: skip
-        codes.append(done.returncode)
+        code, output = ranks.run(tmp_path, *words, *more, patch=ranks.fault(0, 10, "SIGKILL"))
+        codes.append(code)
         seen.append(logged(tmp_path / "outputs/run"))
-    assert codes == [-signal.SIGKILL, 0], done.stderr
+    assert codes == [-signal.SIGKILL, 0], output
     assert seen[0] == (list(range(1, 11)), list(range(1, 11))), "all that was logged before the kill is in the files"
     assert seen[1] == (list(range(1, 13)), list(range(1, 13)))
 
@@ -103,9 +85,3 @@ def test_a_log_on_the_terminal_that_cannot_be_written_ends_no_run(tmp_path: Path
     assert done.returncode in (0, 1, 141), done.stderr
     assert summary(tmp_path / "run")["steps"] == 12
     assert "completed" in (tmp_path / "run/run.log").read_text()
-
-
-def test_a_pipe_whose_reader_has_left_ends_a_program_quietly(tmp_path: Path) -> None:
-    script = f'exec {{gone}}> >(:); sleep 0.2; exec "{sys.executable}" -m gpt2_fp8.run --help >&$gone'
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (141, "")

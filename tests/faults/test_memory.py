@@ -1,14 +1,12 @@
 """Out of memory in training, in validation, in the way to bf16, on one rank: of an engine with little room."""
 
-import sys
-
 import pytest
 import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
-from tests import forkserver
-from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train
+from tests import ranks
+from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train
 
 STEPS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2"]
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -54,7 +52,6 @@ def losses(steps):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """The steps and metrics of a run with room for all."""
     return recorded(tmp_path_factory.mktemp("clean") / "run", *STEPS)
 
 
@@ -84,28 +81,24 @@ def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeyp
 
 
 RANKS = """
-import sys
+import torch
 from gpt2_fp8.engine.gradients import Gradients
-import torch, torch.distributed as dist
+
 loss = Gradients.loss
+
 def limited(self, ids, first=None, scale=1.0):
-    if torch.is_grad_enabled() and dist.get_rank() == 1 and len(ids) > 1:
+    if torch.is_grad_enabled() and torch.distributed.get_rank() == 1 and len(ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory")
     return loss(self, ids, first, scale)
+
 Gradients.loss = limited
-from gpt2_fp8 import run
-sys.exit(run.main(sys.argv[1:]))
 """
 
 
 def test_65_one_rank_makes_all_of_them_halve(tmp_path, clean):
-    script = tmp_path / "limited.py"
-    script.write_text(RANKS)
-    two = ["run_name=ranks", "trainer.devices=2", "trainer.strategy=ddp", "micro_batch_size=2"]
-    command = [sys.executable, str(script), *SMALL, *STEPS, *two]
-    done = forkserver.run(command, cwd=tmp_path, ranks=True, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "micro_batch_size 1 instead of 2" in done.stdout + done.stderr
+    code, output = ranks.run(tmp_path, *ranks.TWO, *STEPS, "run_name=ranks", patch=RANKS)
+    assert code == 0, output
+    assert "micro_batch_size 1 instead of 2" in output
     assert summary(tmp_path / "outputs/ranks")["steps"] == 6
     own, theirs = metrics(tmp_path / "outputs/ranks"), clean[1]
     assert own["lr"] == theirs["lr"]

@@ -15,7 +15,7 @@ from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.optim import learning_rate_factor
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
-from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
+from tests.faults.pretended import NAN, Faults, InFP8Alone, NanLoss, NanWeight, going_wrong
 from tests.ranks import TWO, run
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
 
@@ -36,7 +36,6 @@ def assert_finite(path):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """A run in which nothing goes wrong, in pretended FP8."""
     folder = tmp_path_factory.mktemp("clean") / "run"
     with going_wrong(Faults()):
         train(folder, *QUIET)
@@ -44,48 +43,29 @@ def clean(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def rerun(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rerun") / "run"
+def test_29_30_a_loss_or_gradient_that_is_not_finite_in_fp8_is_computed_again_in_bf16(tmp_path, clean):
+    """The step counts once, and leaves no trace."""
+    rerun = tmp_path / "run"
     with going_wrong(InFP8Alone()):
-        train(folder, *QUIET)
-    return folder
-
-
-def test_29_a_loss_that_is_nan_in_fp8_is_computed_again_in_bf16(rerun, clean):
-    assert happened(rerun)[0] == (3, "rerun")
-    assert "its loss was not finite in FP8" in fallback(rerun)["events"][0]["reason"]
-    assert metrics(rerun)["bf16_reruns"][3] == 1
-    assert metrics(rerun)["train_loss"][3] == metrics(clean)["train_loss"][3]
-
-
-def test_30_a_gradient_that_is_infinite_in_fp8_is_computed_again_in_bf16(rerun, clean):
-    assert happened(rerun)[1:] == [(5, "rerun")]
-    assert "its gradient was not finite in FP8" in fallback(rerun)["events"][1]["reason"]
+        train(rerun, *QUIET)
+    assert happened(rerun) == [(3, "rerun"), (5, "rerun")]
     counts = fallback(rerun)
+    assert "its loss was not finite in FP8" in counts["events"][0]["reason"]
+    assert "its gradient was not finite in FP8" in counts["events"][1]["reason"]
     assert (counts["reruns"], counts["skipped"], counts["rollbacks"]) == (2, 0, 0)
-    assert metrics(rerun)["grad_norm"] == metrics(clean)["grad_norm"]
-
-
-def test_30_a_step_run_again_counts_once_and_leaves_no_trace(rerun, clean):
+    assert metrics(rerun)["bf16_reruns"][3] == 1
+    for column in ("train_loss", "grad_norm", "lr"):
+        assert metrics(rerun)[column] == metrics(clean)[column]
     assert summary(rerun)["steps"] == 12
-    assert metrics(rerun)["lr"] == metrics(clean)["lr"]
     assert summary(rerun)["precision"]["ran"] == "fp8_hybrid"
     assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
 
 
-class BeforeWhatever(Faults):
-    """A loss that is NaN in FP8 in the steps before a validation (5), a checkpoint (8) and a log alone (10), which are
-    finished early, in one that nothing follows (2), and in the last."""
-
-    def loss(self, module, step, precision):
-        return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
-
-
 def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path):
+    """A validation (5), a checkpoint (8) and a log alone (10), for which it is finished early, nothing (2), the end."""
     keys = ["trainer.log_every_n_steps=10", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
     folders = tmp_path / "clean", tmp_path / "run"
-    for folder, faults in zip(folders, (Faults(), BeforeWhatever()), strict=True):
+    for folder, faults in zip(folders, (Faults(), NanLoss(2, 5, 8, 10, 12, precision="fp8")), strict=True):
         with going_wrong(faults):
             train(folder, *keys)
     assert happened(folders[1]) == [(step, "rerun") for step in (2, 5, 8, 10, 12)]
@@ -154,17 +134,13 @@ def test_31_a_run_that_is_killed_before_it_notices_goes_back_when_it_goes_on(tmp
     assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
 
 
-class NoLoss(Faults):
-    """None is finite, in any precision."""
-
-    def loss(self, module, step, precision):
-        return NAN
-
-
 def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
     """However few they are: it has trained nothing."""
     keys = ["trainer.max_steps=3", "trainer.val_check_interval=3", "precision=fp32"]
-    with going_wrong(NoLoss(), fp8=False), pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"):
+    with (
+        going_wrong(NanLoss(1, 2, 3), fp8=False),
+        pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"),
+    ):
         train(tmp_path / "run", *keys)
     assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
     assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
@@ -179,21 +155,14 @@ def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp
     assert summary(tmp_path / "run")["best_val_loss"] is None
 
 
-class PoisonedBatch(Faults):
-    """Step 7's, in any precision."""
-
-    def loss(self, module, step, precision):
-        return NAN if step == 7 else 1.0
-
-
 def test_32_a_batch_that_is_bad_in_bf16_too_is_left_out_and_counts_as_a_step(tmp_path, caplog, clean):
     weights = {}
 
-    class Watched(PoisonedBatch):
+    class Watched(NanLoss):
         def before(self, module, step):
             weights[step] = module.model.positions.weight.detach().clone()
 
-    with going_wrong(Watched()):
+    with going_wrong(Watched(7)):
         train(tmp_path / "run", *QUIET)
     assert torch.equal(weights[7], weights[8])
     assert not torch.equal(weights[8], weights[9])
@@ -263,38 +232,30 @@ class BadInFP8(Faults):
         return NAN if module.step.plan.fp8 and step in (6, 7) else 1.0
 
 
-@pytest.fixture(scope="module")
-def fallen(tmp_path_factory):
-    """A run that fell back to bf16 in step 7, and ended after step 10 without a word."""
-    folder = tmp_path_factory.mktemp("fallen") / "run"
+def test_36_a_run_that_fell_back_to_bf16_stays_there_when_it_is_resumed_and_says_so(tmp_path, clean, caplog):
+    """It falls back in step 7, to the checkpoint of step 4, and ends after step 10 without a word."""
+    folder, expected = tmp_path / "run", [(6, "skip"), (7, "skip"), (7, "rollback")]
     with going_wrong(BadInFP8()):
         train_until(10, folder, *QUIET, "callbacks.nonfinite_limit=2")
-    return folder
-
-
-def test_36_it_went_back_to_the_checkpoint_before_and_saved_its_next_step(fallen):
-    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")]
-    assert summary(fallen)["precision"]["ran"] == "bf16"
+    assert happened(folder) == expected
+    assert summary(folder)["precision"]["ran"] == "bf16"
     steps = {5, 8}  # the first after the rollback to step 4, and the interval's
-    assert {path.name for path in (fallen / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in steps}
-    saved = read(checkpoint(fallen, 5))
+    assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in steps}
+    saved = read(checkpoint(folder, 5))
     assert saved["precision"] == {
         "asked": "fp8_hybrid", "ran": "bf16", "recipe": None, "fell_back": True,
         "reason": "fallback at step 7: the last 2 steps had no finite loss and gradient",
     }  # fmt: skip
     assert saved["callbacks"]["DivergenceGuard"]["rollbacks"] == 1
-
-
-def test_36_a_resumed_run_stays_in_bf16_and_says_so(fallen, clean, caplog):
     caplog.set_level(logging.INFO)
     with going_wrong(BadInFP8()):
-        train(fallen, *QUIET, "ckpt_path=last")
+        train(folder, *QUIET, "ckpt_path=last")
     assert "has fallen back to bf16, and stays there" in caplog.text
-    report = summary(fallen)
+    report = summary(folder)
     assert (report["steps"], report["precision"]["ran"]) == (12, "bf16")
-    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")], "from the checkpoint"
+    assert happened(folder) == expected, "from the checkpoint"
     # Pretended FP8 is bf16: the run ends where one ends to which nothing happened.
-    assert_same_checkpoint(checkpoint(fallen, 12), checkpoint(clean, 12))
+    assert_same_checkpoint(checkpoint(folder, 12), checkpoint(clean, 12))
 
 
 ONE_RANK = """

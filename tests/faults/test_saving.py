@@ -1,4 +1,4 @@
-"""Faults 01 to 05, 18 to 24 and 26 to 28: kills, full disks, resumes, retention, two runs in a folder, late writes."""
+"""Faults 01 to 05, 19 to 24, 26 and 28: kills, full disks, resumes, retention, two runs in a folder, late writes."""
 
 import errno
 import json
@@ -8,11 +8,9 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
@@ -23,27 +21,10 @@ from gpt2_fp8.train.loading import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
-from tests.runs import (
-    SMALL,
-    assert_same_checkpoint,
-    checkpoint,
-    command,
-    metrics,
-    record_steps,
-    summary,
-    train,
-    train_until,
-)
+from tests.checkpoint.test_writer import at, state
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 
 HERE = Path(__file__).resolve().parent
-
-
-def state(step):
-    return {"state_dict": {"w": torch.full((8,), float(step))}, "optimizer_states": [], "global_step": step}
-
-
-def at(step, val_loss=None):
-    return Pointer(pointers.folder_name(step), step, val_loss)
 
 
 def begun(folder, **options):
@@ -51,13 +32,6 @@ def begun(folder, **options):
     last = pointers.resolve("last", folder)
     writer.begin(last and pointers.step_of(last.name), None)
     return writer
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # ---- 01 to 03: kills -------------------------------------------------------------------------------------------------
@@ -203,14 +177,6 @@ def assert_as_whole(folder, steps, whole):
     assert_same_checkpoint(checkpoint(folder, 6), checkpoint(whole[0], 6))
 
 
-def test_18_three_legs_with_and_without_workers_are_one_run(tmp_path, monkeypatch, whole):
-    steps = record_steps(monkeypatch)
-    train_until(2, tmp_path / "run", base=SHORT)
-    train_until(4, tmp_path / "run", "ckpt_path=last", "data.num_workers=2", base=SHORT)
-    train(tmp_path / "run", "ckpt_path=last", base=SHORT)
-    assert_as_whole(tmp_path / "run", steps, whole)
-
-
 def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog, whole):
     steps, before = record_steps(monkeypatch), summary(whole[0])
     with caplog.at_level(logging.INFO, "gpt2_fp8"):
@@ -221,20 +187,6 @@ def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog,
     assert (after["exit_code"], after["steps"], after["last_val_loss"]) == (0, 6, before["last_val_loss"])
 
 
-def interrupt(monkeypatch, step, micro_batch, action):
-    """Do something before the backward of one micro-batch (from 1) of one step (the count of those before it)."""
-    original, count = GPT2Module.manual_backward, [0]
-
-    def manual_backward(self, loss, *args, **kwargs):
-        if self.trainer.global_step == step:
-            count[0] += 1
-            if count[0] == micro_batch:
-                action()
-        original(self, loss, *args, **kwargs)
-
-    monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
-
-
 class BrokenError(RuntimeError):
     """A fault inside a step."""
 
@@ -242,12 +194,17 @@ class BrokenError(RuntimeError):
 def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypatch, whole):
     """The state of a boundary that was saved is what is left, and what was being written is finished."""
 
-    def fall():
-        raise BrokenError
+    backward, passes = GPT2Module.manual_backward, []
+
+    def broken(self, loss, *args, **kwargs):
+        passes.append(self.trainer.global_step)
+        if passes.count(4) == 3:  # of four micro-batches
+            raise BrokenError
+        backward(self, loss, *args, **kwargs)
 
     steps = record_steps(monkeypatch)
     with monkeypatch.context() as patch:
-        interrupt(patch, 4, 3, fall)
+        patch.setattr(GPT2Module, "manual_backward", broken)
         with pytest.raises(BrokenError):
             train(tmp_path / "run", base=SHORT)
     assert pointers.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
@@ -266,7 +223,7 @@ def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
     assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
 
 
-# ---- 26, 27: folders -------------------------------------------------------------------------------------------------
+# ---- 26: folders -----------------------------------------------------------------------------------------------------
 
 HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.loading import lock_run\n"
 HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -290,16 +247,6 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     assert (tmp_path / loading.LOCK).exists()  # it had no time to take its file away
     with lock_run(tmp_path):
         assert f"process {os.getpid()} " in (tmp_path / loading.LOCK).read_text()
-
-
-def test_27_a_folder_that_cannot_be_written_ends_with_2_before_torch_is_loaded(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(77)\n")
-    path = f"{tmp_path}:{HERE.parents[1]}"
-    done = command(*SMALL, "hydra.run.dir=file/run", cwd=tmp_path, PYTHONPATH=path)
-    assert done.returncode == 2, done.stderr
-    assert "hydra.run.dir" in done.stderr
 
 
 # ---- 28: leaving while something is being written --------------------------------------------------------------------

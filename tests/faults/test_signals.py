@@ -1,9 +1,7 @@
-"""Faults 41 to 46: signals in every phase of a run, and SLURM's. What is saved, how it ends, how it goes on."""
+"""Faults 44 to 46: SLURM's signals, those in a wait for text and in a save, and Ctrl-C: what is saved, and resumed."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -16,49 +14,28 @@ from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import workers as workers_module
 from gpt2_fp8.data.workers import UnitPool
 from gpt2_fp8.runtime import slurm
-from tests import forkserver
-from tests.callbacks.tiny_run import At, kill, rows, run
+from tests import ranks
+from tests.callbacks.test_resume import assert_same
+from tests.callbacks.tiny_run import At, kill, run
 from tests.data.corpora import write_jsonl
-from tests.ranks import group_is_alive
-from tests.runs import (
-    SMALL,
-    assert_equal,
-    assert_same_checkpoint,
-    checkpoint,
-    forked,
-    record_steps,
-    summary,
-    train,
-    train_until,
-)
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, record_steps, summary, train, train_until
 
-ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SLURM = {
     "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
     "SLURM_JOB_NAME": "train",
 }  # fmt: skip
-END = "step-00000012"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that nobody interrupts."""
     folder = tmp_path_factory.mktemp("whole")
-    run(folder)
-    return folder
+    return folder, run(folder)
 
 
 def continues_like(whole, folder):
-    """Continue, and compare: every logged value, and the last checkpoint bit for bit."""
+    """Continue, and compare: every logged value, the pointers, and the last checkpoint bit for bit."""
     run(folder)
-    assert rows(folder) == rows(whole)
-    left, right = (files.read(path / "checkpoints" / END) for path in (folder, whole))
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-        assert_equal(left[key], right[key], key)
-    loops = [state["loops"]["fit_loop"] for state in (left, right)]
-    for key in ("epoch_loop.batch_progress", "epoch_loop.state_dict"):
-        assert_equal(loops[0][key], loops[1][key], key)
-    assert_equal(left["rng"][0]["torch"], right["rng"][0]["torch"], "rng")
+    assert_same(folder, whole)
 
 
 def last_step(folder):
@@ -67,15 +44,6 @@ def last_step(folder):
         if thread.name.startswith("checkpoints"):
             thread.join(0.5)  # it waits for more when it is done
     return files.read(pointers.resolve("last", folder / "checkpoints"))["global_step"]
-
-
-@pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (6, signal.SIGTERM, 143)])
-def test_41_43_a_signal_finishes_the_step_and_the_run_goes_on_later(tmp_path, whole, step, number, code):
-    with pytest.raises(Stopped) as stopped:
-        run(tmp_path, callbacks=[At("on_train_batch_start", step, kill(number))])
-    assert stopped.value.exit_code == code
-    assert last_step(tmp_path) == step + 1
-    continues_like(whole, tmp_path)
 
 
 # ---- SLURM -------------------------------------------------------------------------------------------------------
@@ -178,9 +146,7 @@ def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
     again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
-    again = forked(
-        *SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM, SLURM_RESTART_COUNT="1"
-    )  # fmt: skip
+    again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM, SLURM_RESTART_COUNT="1")
     assert again.returncode == 0, again.stderr
     assert "SLURM has started this job again: it continues as by ckpt_path=last" in again.stdout
     assert "step-00000005 (step 5)" in again.stdout
@@ -262,77 +228,20 @@ def test_45_in_a_save(tmp_path, whole, monkeypatch):
     continues_like(whole, tmp_path)
 
 
-START_UP = """
-import signal, sys, time
-
-def wait(*_, **__):
-    print("waiting", flush=True)
-    try:
-        time.sleep(60)
-    except Exception:  # as whoever tries something again does
-        time.sleep(60)
-
-{patch}
-from gpt2_fp8 import run
-if __name__ == "__main__":
-    sys.exit(run.main(sys.argv[1:]))
-"""
-PATCHES = {
-    "imports": "import builtins\noriginal = builtins.__import__\n"
-    "builtins.__import__ = lambda name, *a: wait() if name == 'torch' else original(name, *a)",
-    "data": "from gpt2_fp8.data.datamodule import TokenDataModule\nTokenDataModule.setup = wait",
-}
-
-
-@pytest.mark.parametrize(("phase", "number", "code"), [("imports", signal.SIGINT, 130), ("data", signal.SIGTERM, 143)])
-def test_45_in_start_up(tmp_path, phase, number, code):
-    (tmp_path / "script.py").write_text(START_UP.format(patch=PATCHES[phase]))
-    start = subprocess.Popen if phase == "imports" else forkserver.Popen
-    process = start(
-        [sys.executable, "script.py", *SMALL, "run_name=run"], cwd=tmp_path, text=True,
-        env=ALONE | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        for line in process.stdout:
-            if "waiting" in line:
-                break
-        time.sleep(0.2)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=50)
-    finally:
-        process.kill()
-    assert process.returncode == code, output
-    assert "Traceback" not in output
-    assert "stopped by signal" in output
-    assert pointers.resolve("last", tmp_path / "outputs/run/checkpoints") is None
-
-
 # ---- the whole group ---------------------------------------------------------------------------------------------
 
 
 def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path):
     """Ctrl-C: parent and workers get it alike."""
     folder = tmp_path / "outputs/run"
-    process = forkserver.Popen(
-        [sys.executable, "-m", "gpt2_fp8.run", *SMALL, "trainer.max_steps=4000", "run_name=run", "data.num_workers=2"],
-        cwd=tmp_path, text=True, env=ALONE, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 90
-        while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-        until = time.monotonic() + 20
-        while group_is_alive(process.pid) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not group_is_alive(process.pid), "a process is left"
-    finally:
-        if group_is_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, output
+    words = [*SMALL, "trainer.max_steps=4000", "run_name=run", "data.num_workers=2"]
+    process = ranks.start(tmp_path, *ranks.program(tmp_path), *words, ranks=False)
+    until = time.monotonic() + 90
+    while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    code, output = ranks.finish(process)  # fails where one is left
+    assert code == 130, output
     assert "Traceback" not in output
     assert "worker process" not in output, "a worker has died of it"
     report = summary(folder)

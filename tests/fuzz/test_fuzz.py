@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2_fp8 import compose
@@ -30,33 +30,26 @@ WORDS = st.one_of(
     st.tuples(st.sampled_from(GROUPS), VALUES).map("=".join),
     TEXT,
 )
-FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None,
-               suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MANY = settings(FEW, max_examples=3000, derandomize=False)
 
 
-def compose_or_refuse(words: list[str]) -> None:
-    """A command line is composed, or refused with every reason."""
-    try:
-        configs = compose.preflight(["trainer=cpu", *words])
-    except UserError as error:
-        configs, causes = [], [problem.cause for problem in error.problems]
-    else:
-        causes = ["none"]
-    assert all(isinstance(config, RunConfig) for config in configs)
-    assert causes
-    assert all(cause and cause.isprintable() for cause in causes)
-    assert not Path("canary").exists()
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_settings_are_composed_or_refused(examples: settings) -> None:
+    """With every reason."""
 
+    @examples
+    @given(st.lists(WORDS, max_size=3))
+    def check(words: list[str]) -> None:
+        try:
+            configs = compose.preflight(["trainer=cpu", *words])
+        except UserError as error:
+            configs, causes = [], [problem.cause for problem in error.problems]
+        else:
+            causes = ["none"]
+        assert all(isinstance(config, RunConfig) for config in configs)
+        assert causes
+        assert all(cause and cause.isprintable() for cause in causes)
+        assert not Path("canary").exists()
 
-@FEW
-@given(st.lists(WORDS, max_size=3))
-def test_settings_are_composed_or_refused(words: list[str]) -> None:
-    compose_or_refuse(words)
-
-
-@pytest.mark.slow
-@MANY
-@given(st.lists(WORDS, max_size=3))
-def test_many_settings_are(words: list[str]) -> None:
-    compose_or_refuse(words)
+    check()

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ CONFIG = ModelConfig(
 )
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="the fused layers are made for Hopper")
+bf16 = partial(torch.autocast, "cuda", torch.bfloat16)
 FAMILIES = ["te", pytest.param("fused", marks=hopper)]
 # A run whose models are built by its own parts; a step is 12 sequences of 128 tokens.
 RUN = [
@@ -33,7 +35,6 @@ RUN = [
 
 
 def composed(*overrides):
-    """The configuration of `RUN` with `overrides`."""
     plain = {"precision=bf16", "precision=fp32"} & set(overrides)
     base = [word for word in RUN if not (plain and word.startswith("precision."))]
     (config,) = compose.preflight([*base, *overrides])
@@ -59,7 +60,6 @@ def computing(
 
 
 def build(backend, *arguments, **options):
-    """A model; arguments as `computing`'s."""
     model = computing(backend, *arguments, **options).build(VOCAB).cuda()
     initialise(model, seed=1)
     return model
@@ -101,12 +101,6 @@ def prepared(*overrides):
 
 
 @contextmanager
-def bf16():
-    with torch.autocast("cuda", torch.bfloat16):
-        yield
-
-
-@contextmanager
 def evaluating(model, fp8):
     """As the LightningModule evaluates."""
     model.eval()
@@ -129,7 +123,6 @@ def determinism():
 
 
 def grads(model):
-    """Copies of the gradients by name, float32."""
     return {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
 

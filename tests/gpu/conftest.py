@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gpt2_fp8.fp8.support import why_not_te_fp8
-from tests import gpus
+from gpt2_fp8.kernels import nvrtc
+from tests.gpu import kernels
 
-_OWN = gpus.of_worker(
-    os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-)
-if _OWN is not None:  # before CUDA starts, and before the tests' modules count GPUs
-    os.environ["CUDA_VISIBLE_DEVICES"] = _OWN
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+_GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+if _WORKER.isdecimal() and torch.cuda.device_count():  # before CUDA starts, and before the tests' modules count GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = _GPUS[int(_WORKER) % len(_GPUS)]
 
 
 def pytest_collection_modifyitems(items):
@@ -28,3 +28,41 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
         elif item.get_closest_marker("fp8") and no_fp8:
             item.add_marker(pytest.mark.skip(reason=no_fp8))
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def implementation(request, monkeypatch):
+    """A test of this is of both implementations of the kernels that have two."""
+    kernels.use(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def hopper_kernels():
+    """For kernels in CUDA C++ that are made for Hopper."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for Hopper")
+    if reason := nvrtc.missing():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory that is asked for without values is full of NaN, so that what is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        out = empty(*size, **options)
+        if out.is_cuda and out.dim():
+            out.view(torch.uint8).fill_(0xFF)
+        return out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def deterministic():
+    from tests.gpu.common import determinism  # it looks at the GPU when it is imported
+
+    with determinism():
+        yield

@@ -32,7 +32,7 @@ def __getattr__(name):
 
 
 DEVICE = "cuda"
-FORMATS = list(LARGEST)
+E4M3, E5M2 = FORMATS = list(LARGEST)
 SHAPES = [(128, 128), (256, 384), (16, 16), (48, 144), (80, 48), (272, 768), (16, 1600), (48, 2064)]
 LARGE = [(2064, 4112), (4112, 4112)]  # a program handles two tiles, or four; the last one's lie partly outside
 # as it is; so large that normal values saturate; small enough for subnormal numbers and zeros
@@ -69,15 +69,26 @@ def need(gibibytes):
         pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
 
 
-def assert_slices_are_alone(whole, alone, parts, transposed=()):
-    """The tensors of a large call have the bytes of calls on `parts` of its rows, each of which counts its elements in
-    int32, and which other tests hold to float64. `alone(part)`: a call's tensors; those whose places in the list are
-    `transposed` have the rows as columns."""
+def assert_slices_are_alone(call, slot, parts, transposed=(), atol=1e-2):
+    """A call on all rows of large tensors leaves what calls on `parts` of them do, each of which counts its elements in
+    int32, and which other tests hold to float64: the same bytes and amax, and column sums that add up. Returns it.
+
+    `call(rows, slot)`: a call's tensors, and its column sums or None; those whose places in the list are `transposed`
+    have the rows as columns.
+    """
+    of_parts, sums = slot._replace(amax=torch.zeros_like(slot.amax)), 0
+    whole, of_whole = call(slice(None), slot)
     for part in parts:
-        for i, (large, small) in enumerate(zip(whole, alone(part), strict=True)):
+        alone, of_part = call(part, of_parts)
+        sums = sums + (0 if of_part is None else of_part)
+        for i, (large, small) in enumerate(zip(whole, alone, strict=True)):
             large = large.view(torch.uint8) if large.element_size() == 1 else large
             here = large[:, part] if i in transposed else large[part]
             assert torch.equal(bits(here), bits(small)), (i, part)
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    if of_whole is not None:
+        torch.testing.assert_close(of_whole, sums, rtol=1e-5, atol=atol)
+    return whole
 
 
 def slot_of(dtype, scale=1.0, amax=0.0):
@@ -101,9 +112,9 @@ def assert_transposed(q, qt):
     assert torch.equal(qt.view(torch.uint8), q.view(torch.uint8).t())
 
 
-def assert_fp8(q, exact, scale, noise):
-    """q is the cast of `exact` (float64) times `scale`, where float32 arithmetic is off by at most `noise` (same shape
-    or a number, before the scale). All but 0.1 % must be what torch's cast gives; `noise` has to explain the others."""
+def assert_fp8(q, exact, scale, noise, most=1e-3):
+    """q is the cast of `exact` (float64) times `scale`, where arithmetic is off by at most `noise` (same shape or a
+    number, before the scale). `noise` has to explain what is not torch's cast, and that is `most` of the numbers."""
     want = to_fp8(exact, scale, q.dtype)
     assert torch.equal(q.float().isnan(), want.float().isnan())
     got = ordinal(q)
@@ -111,7 +122,15 @@ def assert_fp8(q, exact, scale, noise):
     number = ~exact.isnan()
     assert torch.all((low <= got)[number])
     assert torch.all((got <= high)[number])
-    assert (got != ordinal(want))[number].sum().item() <= max(2, exact.numel() // 1000)
+    assert (got != ordinal(want))[number].sum().item() <= max(2, exact.numel() * most)
+
+
+def assert_written(slot, exact, noise, q, qt=None, rel=1e-5):
+    """What a kernel leaves of `exact` in `slot`: its cast, the same transposed, and the amax."""
+    assert_fp8(q, exact, slot.scale.double(), noise)
+    if qt is not None:
+        assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=rel)
 
 
 def column_sums(partial):
@@ -124,11 +143,3 @@ def column_sums(partial):
 def bits(tensor):
     """The bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def assert_repeats(call, dtype):
-    """`call(slot)` gives the same bytes twice, and records the same amax."""
-    first, second = slot_of(dtype), slot_of(dtype)
-    for one, other in zip(call(first), call(second), strict=True):
-        assert torch.equal(bits(one), bits(other))
-    assert torch.equal(first.amax, second.amax)

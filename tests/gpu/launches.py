@@ -24,19 +24,12 @@ AGENT = ["-m", "torch.distributed.run", "--max-restarts", "1"]
 
 
 class Launch(NamedTuple):
-    """A run, or a part of one.
-
-    Attributes:
-        words: what is typed.
-        launcher: what it is started by.
-        gpus: processes. "two nodes" are two agents with half of the GPUs each.
-        faults: what of `rank_faults` is called in its processes.
-    """
+    """A run, or a part of one."""
 
     words: list[str]
     launcher: str = "trainer.devices"
-    gpus: int = 2
-    faults: tuple[str, ...] = ()
+    gpus: int = 2  # processes; "two nodes" are two agents with half of them each
+    faults: tuple[str, ...] = ()  # what of `rank_faults` is called in its processes
 
 
 class Run(NamedTuple):

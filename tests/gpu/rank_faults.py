@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
@@ -151,32 +153,20 @@ def not_finite():
     Gradients.of_step = lambda *args: gradients(*args) * (float("nan") if _is_time(6) else 1.0)
 
 
-def stopped():
-    """SIGTERM in step 5."""
-    _before(Gradients, "of_step", lambda: _is_time(5) and os.kill(os.getpid(), signal.SIGTERM))
+def _signalled(number, step, owner=Gradients, name="of_step", rank=1):
+    """A signal to a rank in a step, in front of a call of `owner.name`; none after a restart."""
+
+    def send():
+        if (_rank(), _here["step"]) == (rank, step) and not Path("signalled").exists():
+            Path("signalled").touch()
+            os.kill(os.getpid(), number)
+
+    _before(owner, name, send)
 
 
-def stopped_alone():
-    """SIGTERM in step 5 of the only rank."""
-    _before(Gradients, "of_step", lambda: _here["step"] == 5 and os.kill(os.getpid(), signal.SIGTERM))
-
-
-def killed_once():
-    """SIGKILL in step 30, and no more after a restart."""
-
-    def kill():
-        if _is_time(30) and not Path("killed").exists():
-            Path("killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _before(Gradients, "of_step", kill)
-
-
-def killed_before_its_gradients():
-    """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
-    _before(Gradients, "of_step", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
-
-
-def killed_in_the_exchange():
-    """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
-    _before(Exchange, "end", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
+stopped = partial(_signalled, signal.SIGTERM, 5)
+stopped_alone = partial(_signalled, signal.SIGTERM, 5, rank=0)  # which is the only one
+killed_once = partial(_signalled, signal.SIGKILL, 30)
+# For the other rank a connection between the hosts breaks; its GPU waits for gradients that do not come.
+killed_before_its_gradients = partial(_signalled, signal.SIGKILL, 3)
+killed_in_the_exchange = partial(_signalled, signal.SIGKILL, 3, Exchange, "end")

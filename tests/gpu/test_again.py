@@ -25,34 +25,19 @@ def batch(seed):
     return tokens(12, seed, 128)
 
 
-def again(engine, seed):
-    engine.model.zero_grad(set_to_none=True)
-    loss = engine.of_step_in_bf16(batch(seed), engine.micro_batch_size)
-    return loss.item(), grads(engine.model)
-
-
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
-def test_its_gradients_are_those_of_a_bf16_run(overrides):
-    engine = prepared(*overrides)
-    step(engine, 1)
-    loss, ours = again(engine, 1)
-    expected_loss, expected = step(prepared("precision=bf16", "compile=false"), 1)
-    assert loss == pytest.approx(expected_loss, rel=1e-3)
-    assert error(ours, expected) < 0.02
-
-
-@pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
-def test_those_of_many_steps_are_compiled_as_a_bf16_run(overrides):
-    """But for Transformer Engine's layers."""
-    engine, expected = prepared(*overrides), prepared("precision=bf16", "compile=true")
+def test_its_gradients_are_those_of_a_bf16_run(overrides, many):
+    """Those of many steps are compiled as such a run is, but for Transformer Engine's layers."""
+    engine, expected = prepared(*overrides), prepared("precision=bf16", f"compile={str(many).lower()}")
     step(engine, 1)
     for seed in (1, 2):
         engine.model.zero_grad(set_to_none=True)
-        loss = engine.of_step_in_bf16(batch(seed), engine.micro_batch_size, many=True).item()
+        loss = engine.of_step_in_bf16(batch(seed), engine.micro_batch_size, many=many).item()
         expected_loss, theirs = step(expected, seed)
         assert loss == pytest.approx(expected_loss, rel=1e-3)
         assert error(grads(engine.model), theirs) < 0.02
-    assert (engine._compiled_bf16_loss is not None) == ("precision.backend=te" not in overrides)
+    assert (engine._compiled_bf16_loss is not None) == (many and "precision.backend=te" not in overrides)
 
 
 @pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
@@ -66,7 +51,8 @@ def test_78_scales_and_histories_are_those_of_before_the_step(overrides):
     for layer in state.scaling_states(engine.model):
         layer.amax_history.fill_(1e30)
     undo()
-    again(engine, 2)
+    engine.model.zero_grad(set_to_none=True)
+    engine.of_step_in_bf16(batch(2), engine.micro_batch_size)
     assert_same_tensors(state.capture(engine.model), before)
     loss, ours = step(engine, 3)
     clean = prepared(*overrides)

@@ -7,10 +7,10 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from tests.ahead import jumped, not_finite, nothing, trained
-from tests.gpu.common import VOCAB, composed, determinism, hopper, tokens
+from tests.gpu.common import VOCAB, composed, hopper, tokens
 from tests.runs import assert_equal
 
-pytestmark = [pytest.mark.fp8, hopper]
+pytestmark = [pytest.mark.fp8, hopper, pytest.mark.usefixtures("deterministic")]
 
 STEPS = 6
 ROADS = [
@@ -18,12 +18,6 @@ ROADS = [
     ["cuda_graphs=true"],
     ["precision=bf16", "compile=true", "compile_mode=reduce-overhead"],
 ]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    with determinism():
-        yield
 
 
 def trained_on_tokens(overrides, wrong, ahead):

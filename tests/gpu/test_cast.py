@@ -3,35 +3,11 @@
 import pytest
 import torch
 
-from tests.gpu.kernels import (
-    DEVICE,
-    FORMATS,
-    LARGE,
-    LARGEST,
-    SCALES,
-    SHAPES,
-    Slot,
-    assert_fp8,
-    assert_transposed,
-    bits,
-    cast_transpose,
-    column_sums,
-    empty_pair,
-    need,
-    normal,
-    reduce_columns,
-    slot_of,
-    to_fp8,
-    use,
-)
+from tests.gpu import kernels
+from tests.gpu.kernels import DEVICE, E4M3, FORMATS, SHAPES, assert_transposed, bits, normal, slot_of, to_fp8
 
-pytestmark = pytest.mark.fp8
-
-
-@pytest.fixture(params=["cuda", "triton"], autouse=True)
-def implementation(request, monkeypatch):
-    """Every test is of both."""
-    use(request.param, monkeypatch)
+pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("implementation")]
+cast_transpose, column_sums, reduce_columns = kernels.cast_transpose, kernels.column_sums, kernels.reduce_columns
 
 
 @pytest.mark.parametrize("implementation", ["cuda"], indirect=True)
@@ -41,7 +17,7 @@ def test_which_implementation(shape, monkeypatch):
 
     calls, given = [], cast._cast_in_cuda
     monkeypatch.setattr(cast, "_cast_in_cuda", lambda *arguments: calls.append(1) or given(*arguments))
-    q, qt, _ = cast_transpose(normal(*shape), slot_of(torch.float8_e4m3fn))
+    q, qt, _ = cast_transpose(normal(*shape), slot_of(E4M3))
     assert len(calls) == (shape[0] % 16 == shape[1] % 16 == 0)
     assert torch.equal(bits(q), bits(to_fp8(normal(*shape).double(), 1.0, q.dtype)))
     assert_transposed(q, qt)
@@ -61,7 +37,7 @@ def test_both_give_the_same(shape, scale, dtype, given, monkeypatch):
         slot, other = slot_of(dtype, scale), slot_of(dtype, scale)
         q, qt, sums = cast_transpose(x, slot, sums=True)
         with monkeypatch.context() as patch:
-            use("triton", patch)
+            kernels.use("triton", patch)
             other_q, other_qt, other_sums = cast_transpose(x, other, sums=True)
         assert torch.equal(bits(q), bits(other_q))
         assert torch.equal(bits(qt), bits(other_qt))
@@ -72,7 +48,7 @@ def test_both_give_the_same(shape, scale, dtype, given, monkeypatch):
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", kernels.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cast_is_torchs(shape, scale, dtype, given):
     x = normal(*shape, dtype=given)
@@ -86,29 +62,17 @@ def test_cast_is_torchs(shape, scale, dtype, given):
     assert partial.numel() == 0
 
 
-@pytest.mark.parametrize("shape", LARGE)
-def test_several_tiles_a_program(shape):
-    x = normal(*shape)
-    slot = slot_of(torch.float8_e4m3fn, 2.0**4)
-    q, qt, partial = cast_transpose(x, slot, sums=True)
-    assert torch.equal(bits(q), bits(to_fp8(x.double(), 2.0**4, q.dtype)))
-    assert_transposed(q, qt)
-    assert slot.amax.item() == x.abs().max().item()
-    torch.testing.assert_close(column_sums(partial), x.double().sum(0), rtol=1e-6, atol=2e-4)
-
-
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_scale_that_rounds(dtype):
     x = normal(272, 768)
     slot = slot_of(dtype, 37.3)
     q, qt, _ = cast_transpose(x, slot)
-    assert_fp8(q, x.double(), slot.scale.double(), 2.0**-23 * x.double().abs())
-    assert_transposed(q, qt)
+    kernels.assert_written(slot, x.double(), 2.0**-23 * x.double().abs(), q, qt)
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", kernels.SCALES)
 def test_extreme_values(scale, dtype, given):
     x = torch.zeros(48, 144, device=DEVICE, dtype=given)
     largest = torch.finfo(given).max
@@ -117,7 +81,7 @@ def test_extreme_values(scale, dtype, given):
     x[-1, -6:] = extremes
     q, qt, _ = cast_transpose(x, slot_of(dtype, scale))
     assert torch.equal(bits(q), bits(to_fp8(x.double(), scale, dtype)))
-    assert torch.all(q[17, 4:6].float().abs() == LARGEST[dtype])
+    assert torch.all(q[17, 4:6].float().abs() == kernels.LARGEST[dtype])
     assert_transposed(q, qt)
 
 
@@ -133,7 +97,7 @@ def test_nan_stays_nan_alone(dtype):
 def test_rounds_half_to_even():
     x = torch.zeros(16, 16, device=DEVICE)
     x[0, :4] = torch.tensor([17.0, 19.0, -17.0, 2.0**-10])  # E4M3: between 16 and 18, 18 and 20, 0 and 2^-9
-    q, _, _ = cast_transpose(x, slot_of(torch.float8_e4m3fn))
+    q, _, _ = cast_transpose(x, slot_of(E4M3))
     assert q[0, :4].tolist() == [16.0, 20.0, -16.0, 0.0]
 
 
@@ -141,23 +105,28 @@ def test_rounds_half_to_even():
 def test_amax_is_found_anywhere(place):
     x = normal(272, 768)
     x[place] = -100.0
-    slot = slot_of(torch.float8_e4m3fn, 2.0**10)
+    slot = slot_of(E4M3, 2.0**10)
     cast_transpose(x, slot)
     assert slot.amax.item() == 100.0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *kernels.LARGE])
 def test_column_sums_are_those_before_the_cast(shape):
-    x = normal(*shape)
-    _, _, partial = cast_transpose(x, slot_of(torch.float8_e4m3fn, 2.0**16), sums=True)
-    torch.testing.assert_close(column_sums(partial), x.double().sum(0), rtol=1e-6, atol=1e-5)
+    """Of large tensors, a program has several tiles below each other."""
+    x, slot = normal(*shape), slot_of(E4M3, 2.0**4 if shape in kernels.LARGE else 2.0**16)
+    q, qt, partial = cast_transpose(x, slot, sums=True)
+    assert torch.equal(bits(q), bits(to_fp8(x.double(), slot.scale.item(), q.dtype)))
+    assert_transposed(q, qt)
+    assert slot.amax.item() == x.abs().max().item()
+    atol = 2e-4 if shape in kernels.LARGE else 1e-5
+    torch.testing.assert_close(column_sums(partial), x.double().sum(0), rtol=1e-6, atol=atol)
 
 
 def test_writes_into_what_it_is_given():
     x = normal(80, 144)
-    fresh = cast_transpose(x, slot_of(torch.float8_e5m2))
-    pair = empty_pair(80, 144, torch.float8_e5m2, x.device)
-    q, qt, _ = cast_transpose(x, slot_of(torch.float8_e5m2), out=pair)
+    fresh = cast_transpose(x, slot_of(kernels.E5M2))
+    pair = kernels.empty_pair(80, 144, kernels.E5M2, x.device)
+    q, qt, _ = cast_transpose(x, slot_of(kernels.E5M2), out=pair)
     assert q is pair[0]
     assert qt is pair[1]
     assert torch.equal(bits(q), bits(fresh[0]))
@@ -165,34 +134,27 @@ def test_writes_into_what_it_is_given():
 
 
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(("parts", "n"), [(1, 16), (5, 48), (128, 768), (300, 1600), (257, 2064)])
+@pytest.mark.parametrize(("parts", "n"), [(1, 16), (5, 48), (128, 768), (300, 1600), (257, 2064), (131, 144)])
 def test_reduce_columns(parts, n, add):
-    partial = normal(parts, n, dtype=torch.float32)
-    out = normal(n, seed=1, dtype=torch.float32)
-    want = partial.double().sum(0) + (out.double() if add else 0)
-    reduce_columns(partial, out, add)
-    torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=3e-5)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_reduce_columns_whose_rows_lie_apart(which):
-    partial = normal(131, 3, 144, dtype=torch.float32)
-    out = torch.full((144,), float("nan"), device=DEVICE)
-    reduce_columns(partial[:, which], out, add=False)
-    torch.testing.assert_close(out.double(), partial[:, which].double().sum(0), rtol=1e-6, atol=3e-5)
-    again = torch.empty_like(out)
-    reduce_columns(partial[:, which], again, add=False)
-    assert torch.equal(out, again)
+    """Also of rows that lie apart."""
+    for partial in (normal(parts, n, dtype=torch.float32), *normal(parts, 3, n, dtype=torch.float32).unbind(1)):
+        before = normal(n, seed=1, dtype=torch.float32) if add else torch.full((n,), float("nan"), device=DEVICE)
+        one, other = before.clone(), before.clone()
+        for out in (one, other):
+            reduce_columns(partial, out, add)
+        want = partial.double().sum(0) + (before.double() if add else 0)
+        torch.testing.assert_close(one.double(), want, rtol=1e-6, atol=3e-5)
+        assert torch.equal(one, other)
 
 
 def test_more_elements_than_int32_counts():
-    need(16)
+    kernels.need(16)
     m, n = 65552, 32784
     assert m * n > 2**31
     x = torch.zeros(m, n, device=DEVICE, dtype=torch.bfloat16)
     x[-16:] = 2.0
     x[:, -16:] = 4.0
-    q, qt, _ = cast_transpose(x, slot_of(torch.float8_e4m3fn))
+    q, qt, _ = cast_transpose(x, slot_of(E4M3))
     assert torch.all(q[-16:].float() == x[-16:])
     assert torch.all(q[:, -16:].float() == 4.0)
     assert torch.all(qt[-16:].float() == 4.0)
@@ -204,7 +166,7 @@ def test_a_launch_for_another_gpu_is_an_error_and_leaves_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = torch.ones(128, 128, dtype=torch.bfloat16, device="cuda:1")
-    slot = Slot(*(torch.ones(1, device="cuda:1") for _ in range(3)), torch.float8_e4m3fn)
+    slot = kernels.Slot(*(torch.ones(1, device="cuda:1") for _ in range(3)), E4M3)
     with torch.cuda.device(1):
         cast_transpose(x, slot)  # it is compiled now
     with pytest.raises((RuntimeError, ValueError)):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu import common
 from tests.gpu.kernels import DEVICE, bits, embed, embedding_gradient, need, normal, positions_gradient
 
 pytestmark = pytest.mark.fp8
@@ -132,14 +133,12 @@ def test_gradients_accumulate():
 @pytest.mark.parametrize("kind", ["text", "equal"])
 def test_repeats(kind):
     """Also where memory that nobody has written yet holds something else."""
-    from tests.gpu.common import determinism
-
     ids, dx = ids_of(kind, 3, 1408, 1000), normal(3, 1408, 80)
     tables = [normal(rows, 80, seed=1, dtype=torch.float32) for rows in (1000, 1408)]
     first, second = ([table.clone() for table in tables] for _ in range(2))
     embedding_gradient(dx, ids, first[0])
     positions_gradient(dx, first[1], add=True)
-    with determinism():  # fills such memory with NaN
+    with common.determinism():  # fills such memory with NaN
         embedding_gradient(dx, ids, second[0])
         positions_gradient(dx, second[1], add=True)
     for one, other in zip(first, second, strict=True):
@@ -181,35 +180,6 @@ def test_positions_of_any_numbers():
     out = torch.empty(40, 768, device=DEVICE)
     positions_gradient(dx, out, add=False)
     torch.testing.assert_close(out[:33].double(), dx.double().sum(0), rtol=1e-6, atol=3e-5)
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(2, 160), (5, 1024)])
-def test_recorded_in_a_cuda_graph(batch, tokens):
-    """Replays with other ids, of which one is everywhere or none twice: the graph knows nothing of them."""
-    vocabulary, columns = 6000, 272
-    table, positions = (normal(rows, columns, seed=2, dtype=torch.float32) for rows in (vocabulary, tokens))
-    ids, dx = ids_of("text", batch, tokens, vocabulary), normal(batch, tokens, columns)
-    of_table, of_positions = torch.zeros_like(table), torch.zeros_like(positions)
-
-    def step(ids, dx, of_table, of_positions):
-        embedding_gradient(dx, ids, of_table)
-        positions_gradient(dx, of_positions, add=True)
-        return embed(ids, table, positions)
-
-    step(ids, dx, of_table, of_positions)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(ids, dx, of_table, of_positions)
-    for seed, kind in enumerate(["text", "equal", "different", "text"]):
-        ids.copy_(ids_of(kind, batch, tokens, vocabulary, seed))
-        dx.copy_(normal(batch, tokens, columns, seed=seed))
-        expected = of_table.clone(), of_positions.clone()
-        graph.replay()
-        want = step(ids, dx, *expected)
-        assert torch.equal(out, want)
-        assert torch.equal(of_table, expected[0])
-        assert torch.equal(of_positions, expected[1])
 
 
 def test_more_elements_than_int32_counts():

@@ -12,12 +12,10 @@ from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
-from tests.gpu.kernels import cast_transpose
+from tests.gpu.kernels import E4M3, E5M2, cast_transpose
 
 pytestmark = [pytest.mark.fp8, hopper]
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-CLOSE = 0.12  # to bf16, as every FP8 layer is held to
 
 
 def values(shape, scale=1.0, dtype=torch.bfloat16):
@@ -148,20 +146,12 @@ def test_calibration_finds_the_fused_layers_scales(fused):
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
-def test_every_recipe_is_close_to_bf16(recipe, precision):
-    expected_loss, expected = gradients(build("reference"), tokens(4), False, common.bf16)
-    loss, ours, _ = run(tokens(4), recipe=recipe, precision=precision)
-    assert loss == pytest.approx(expected_loss, rel=2e-3)
-    assert 0.01 < error(ours, expected) < CLOSE
-
-
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_one_step_is_transformer_engines(recipe):
-    expected = gradients(build("reference"), tokens(4), False, common.bf16)[1]
+    expected_loss, expected = gradients(build("reference"), tokens(4), False, common.bf16)
     theirs = run(tokens(4), "te", recipe=recipe, keep_bf16=["head"])[1]
-    ours = run(tokens(4), recipe=recipe)[1]
+    loss, ours, _ = run(tokens(4), recipe=recipe)
+    assert loss == pytest.approx(expected_loss, rel=2e-3)
     assert error(ours, theirs) < 0.9 * error(theirs, expected)
     assert error(ours, expected) == pytest.approx(error(theirs, expected), rel=0.2)
 

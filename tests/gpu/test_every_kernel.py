@@ -1,102 +1,144 @@
-"""What every kernel that writes FP8 does alike: the same bytes again, an amax that is raised, CUDA graphs, streams."""
+"""What all kernels do alike: the same bytes again, inputs that stay, an amax that is raised, CUDA graphs, streams."""
 
 import pytest
 import torch
 
-from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.product import Operands, product_gelu, product_gelu_backward
-from tests.gpu.kernels import (
-    DEVICE,
-    assert_repeats,
-    bits,
-    cast_transpose,
-    gelu_backward_cast,
-    gelu_cast,
-    layer_norm_backward,
-    layer_norm_cast,
-    normal,
-    slot_of,
-    use,
-)
-from tests.gpu.test_gemm import operands as normal_operands
+from gpt2_fp8.kernels.weight_gradient import weight_gradient
+from tests.gpu import kernels, test_embedding, test_gemm, test_product_logits, test_softmax_cast, test_weight_gradient
+from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, bits, normal, slot_of
 
 pytestmark = pytest.mark.fp8
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BOTH, TRITON = ["cast", "layer_norm_forward", "layer_norm_backward"], ["gelu_forward", "gelu_backward"]
-PRODUCTS = ["product_gelu", "product_gelu_backward"]  # in CUDA C++, for Hopper
-CASES = [(name, how, dtype) for name in BOTH for how in ("cuda", "triton") for dtype in (E4M3, E5M2)]
-CASES += [(name, "triton", dtype) for name in TRITON for dtype in (E4M3, E5M2)]
+BOTH = ["cast", "layer_norm_forward", "layer_norm_backward"]
+HOPPER = ["product_gelu", "product_gelu_backward", "product_logits", "product_probabilities", "weight_gradient"]
+CASES = [(name, how, dtype) for name in BOTH for how in ("cuda", "triton") for dtype in FORMATS]
+CASES += [(name, "triton", dtype) for name in ("gelu_forward", "gelu_backward") for dtype in FORMATS]
 CASES += [("product_gelu", "cuda", E4M3), ("product_gelu_backward", "cuda", E5M2)]
+# those without a slot
+CASES += [("softmax", "cuda", None), ("softmax", "triton", None), ("gemm", None, None)]
+CASES += [("embedding of 2 x 160", None, None), ("embedding of 5 x 1024", None, None)]  # torch sorts them in two ways
+CASES += [(name, "cuda", None) for name in HOPPER[2:]]
 every = pytest.mark.parametrize(("name", "how", "dtype"), CASES, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def _implementation(how, name, monkeypatch):
-    use(how, monkeypatch)
-    if name in PRODUCTS and (torch.cuda.get_device_capability() != (9, 0) or nvrtc.missing()):
-        pytest.skip("made for Hopper, in CUDA C++")
+def _implementation(how, name, monkeypatch, request):
+    if how:
+        kernels.use(how, monkeypatch)
+    if name in HOPPER:
+        request.getfixturevalue("hopper_kernels")
 
 
 def made(name, seed=0):
     """The inputs of a kernel, and its call: of them and a slot."""
-    if name in PRODUCTS:
-        a, b, _, *units = normal_operands(
-            448, 3072, 768, (E5M2 if name.endswith("backward") else E4M3, E4M3), seed=seed
-        )
-        bias = normal(3072, seed=seed)
-        slopes = torch.randint(0, 255, (448, 3072), generator=torch.Generator().manual_seed(seed)).to(DEVICE).byte()
-        if name == "product_gelu":
-            return [a, b, bias], lambda a, b, bias, slot: product_gelu(Operands(a, b, *units), bias, slot)
-        return [a, b, slopes], lambda a, b, slopes, slot: product_gelu_backward(Operands(a, b, *units), slopes, slot)
+    if name in HOPPER or name == "gemm":
+        return of_products(name, seed)
+    if name.startswith("embedding"):
+        return of_embedding(*map(int, name.split()[2::2]), seed)
     x, dy, residual = (normal(272, 768, seed=3 * seed + i) for i in range(3))
     weight, bias = normal(768, seed=7, dtype=torch.float32), normal(768, seed=8, dtype=torch.float32)
     other = slot_of(E4M3)  # made here: a graph cannot record that
+    targets = test_softmax_cast.targets_of(272, 700).roll(seed)
 
     def forward(x, slot):
-        q, qt, statistics = layer_norm_cast(x, weight, bias, 1e-5, slot)
+        q, qt, statistics = kernels.layer_norm_cast(x, weight, bias, 1e-5, slot)
         return [q, qt, *statistics]
 
     def backward(dy, x, residual, slot):
-        _, _, statistics = layer_norm_cast(x, weight, bias, 1e-5, other)
-        return layer_norm_backward(dy, x, statistics, weight, residual, slot)
+        _, _, statistics = kernels.layer_norm_cast(x, weight, bias, 1e-5, other)
+        return kernels.layer_norm_backward(dy, x, statistics, weight, residual, slot)
 
     return {
-        "cast": ([x], lambda x, slot: cast_transpose(x, slot, sums=True)),
+        "cast": ([x], lambda x, slot: kernels.cast_transpose(x, slot, sums=True)),
         "layer_norm_forward": ([x], forward),
         "layer_norm_backward": ([dy, x, residual], backward),
-        "gelu_forward": ([x], lambda h, slot: [gelu_cast(h, slot)]),
-        "gelu_backward": ([dy, x], lambda dy, h, slot: gelu_backward_cast(dy, h, slot, other)),
+        "gelu_forward": ([x], lambda h, slot: [kernels.gelu_cast(h, slot)]),
+        "gelu_backward": ([dy, x], lambda dy, h, slot: kernels.gelu_backward_cast(dy, h, slot, other)),
+        "softmax": ([x, targets], lambda x, targets, slot: test_softmax_cast.compute(x, targets, 700)),
     }[name]
 
 
+def of_products(name, seed):
+    """The same of kernels whose inputs are two matrices in FP8, and something more for some."""
+    if name == "weight_gradient":
+        a, bt, *units = test_weight_gradient.normal(test_weight_gradient.SMALL, (E5M2, E4M3), seed)
+        return [a, bt], lambda a, bt, slot: twice(640, 384, weight_gradient, a, bt, *units)
+    m, n, k = (192, 384, 256) if name in HOPPER[2:] else (448, 3072, 768)
+    a, b, _, *units = test_gemm.operands(m, n, k, (E5M2 if name.endswith("backward") else E4M3, E4M3), seed=seed)
+    bias, references = normal(n, seed=seed), torch.zeros(m, device=DEVICE)
+    slopes = torch.randint(0, 255, (m, n), generator=torch.Generator().manual_seed(seed)).to(DEVICE).byte()
+    targets = test_product_logits.targets_of(m, 300).roll(seed)
+
+    def probabilities(of, targets, slot):  # without the targets' logits, which rows without a target have not
+        return kernels.product_probabilities(of, references, targets, 300)[:3]
+
+    more, call = {
+        "gemm": ([], lambda of, slot: twice(m, n, matmul, *of)),
+        "product_gelu": ([bias], lambda of, bias, slot: product_gelu(of, bias, slot)),
+        "product_gelu_backward": ([slopes], lambda of, slopes, slot: product_gelu_backward(of, slopes, slot)),
+        "product_logits": ([targets], lambda of, targets, slot: kernels.product_logits(of, targets, 300)),
+        "product_probabilities": ([targets], probabilities),
+    }[name]
+    return [a, b, *more], lambda a, b, *given: call(Operands(a, b, *units), *given)
+
+
+def twice(rows, columns, product, a, b, *units):
+    """What a product leaves that is added to a matrix twice."""
+    out = torch.full((rows, columns), 3.0, device=DEVICE)
+    for _ in range(2):
+        product(a, b, out, *units, add=out)
+    return [out]
+
+
+def of_embedding(batch, tokens, seed):
+    """The same of the embedding's forward and backward: of a text, of one token everywhere, of each one once."""
+    vocabulary, columns = 6000, 272
+    table, positions = (normal(rows, columns, seed=2, dtype=torch.float32) for rows in (vocabulary, tokens))
+    ids = test_embedding.ids_of(("text", "equal", "different")[seed], batch, tokens, vocabulary, seed)
+
+    def call(ids, dx, slot):
+        of_table, of_positions = torch.ones_like(table), torch.ones_like(positions)
+        kernels.embedding_gradient(dx, ids, of_table)
+        kernels.positions_gradient(dx, of_positions, add=True)
+        return [kernels.embed(ids, table, positions), of_table, of_positions]
+
+    return [ids, normal(batch, tokens, columns, seed=seed)], call
+
+
 @every
-def test_it_repeats_and_its_amax_is_raised_and_not_replaced(name, how, dtype):
+def test_it_repeats_leaves_its_inputs_and_raises_its_amax(name, how, dtype):
     inputs, call = made(name)
-    assert_repeats(lambda slot: call(*inputs, slot), dtype)
-    fresh, small, large = slot_of(dtype), slot_of(dtype, amax=1e-6), slot_of(dtype, amax=1e6)
-    for slot in (fresh, small, large):
-        call(*inputs, slot)
-    assert small.amax.item() == fresh.amax.item() > 1e-3
-    assert large.amax.item() == 1e6
+    before = [tensor.clone() for tensor in inputs]
+    slots = [slot_of(dtype or E4M3, amax=amax) for amax in (0.0, 1e-6, 1e6)]
+    found = [call(*inputs, slot) for slot in slots]
+    for others in found[1:]:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(inputs, before, strict=True))
+    if dtype is not None:
+        assert slots[0].amax.item() == slots[1].amax.item() > 1e-3
+        assert slots[2].amax.item() == 1e6
 
 
 @every
 def test_a_graphs_replay_and_another_stream_give_the_same(name, how, dtype):
+    dtype = dtype or E4M3
     inputs, call = made(name)
     slot, stream = slot_of(dtype, 8.0), torch.cuda.Stream()
     call(*inputs, slot)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = call(*inputs, slot)
-    for ours, others in zip(inputs, made(name, seed=1)[0], strict=True):
-        ours.copy_(others)
-    eager = [tensor.clone() for tensor in call(*inputs, slot_of(dtype, 8.0))]
-    graph.replay()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        elsewhere = call(*inputs, slot_of(dtype, 8.0))
-    stream.synchronize()
-    for one, other, third in zip(eager, replayed, elsewhere, strict=True):
-        assert torch.equal(bits(one), bits(other))
-        assert torch.equal(bits(one), bits(third))
+    for seed in (1, 2):
+        for ours, others in zip(inputs, made(name, seed)[0], strict=True):
+            ours.copy_(others)
+        eager = [tensor.clone() for tensor in call(*inputs, slot_of(dtype, 8.0))]
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            elsewhere = call(*inputs, slot_of(dtype, 8.0))
+        stream.synchronize()
+        for one, other, third in zip(eager, replayed, elsewhere, strict=True):
+            assert torch.equal(bits(one), bits(other))
+            assert torch.equal(bits(one), bits(third))

@@ -11,19 +11,12 @@ import torch
 
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.engine.evaluation import Evaluation
-from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, put
+from gpt2_fp8.fp8.scaling import FP8Scaling
+from tests import runs
+from tests.faults.pretended import InFP8Alone, NanLoss, NanWeight, put
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU
-from tests.runs import (
-    assert_equal,
-    assert_same_checkpoint,
-    checkpoint,
-    metrics,
-    record_steps,
-    summary,
-    train,
-    train_until,
-)
+from tests.runs import assert_equal, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 
 pytestmark = pytest.mark.fp8
 
@@ -63,8 +56,12 @@ def test_18_with_deterministic_kernels_three_legs_equal_one_run_bit_for_bit(tmp_
     train(tmp_path / "whole", *words, base=base)
     whole = list(steps)
     steps.clear()
-    train_until(4, tmp_path / "legs", *words, base=base)
-    train_until(8, tmp_path / "legs", "ckpt_path=last", *words, base=base)
+    runs.train_until(4, tmp_path / "legs", *words, base=base)
+    scales = read(checkpoint(tmp_path / "legs", 4))["training_step"]["scaling"]
+    assert any(name.endswith("scaling_bwd.scale") for name in scales) == (road in ("delayed", *OURS))
+    if road in ("delayed", *OURS):
+        monkeypatch.setattr(FP8Scaling, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
+    runs.train_until(8, tmp_path / "legs", "ckpt_path=last", *words, base=base)
     train(tmp_path / "legs", "ckpt_path=last", *words, base=base)
     assert steps == whole, "tokens, and losses to the last bit"
     one, other = (checkpoint(tmp_path / name, 12) for name in ("legs", "whole"))
@@ -205,17 +202,10 @@ def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, ca
     assert metrics(tmp_path / "run")["val_loss"] == metrics(tmp_path / "clean")["val_loss"]
 
 
-class LossOfOneStep(Faults):
-    """NaN in step 2, in FP8."""
-
-    def loss(self, module, step, precision):
-        return NAN if (step, precision) == (2, "fp8") else 1.0
-
-
 @pytest.mark.parametrize("road", IN_FP8)
 def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, monkeypatch, caplog, room, road):
     """bf16 layers of plain torch keep more than those in FP8."""
-    put(LossOfOneStep(), monkeypatch)
+    put(NanLoss(2, precision="fp8"), monkeypatch)
     words = [*WIDE, "callbacks.fp8_health=false"]  # its pass over a few sequences may take more than a step of these
     run(tmp_path / "clean", road, *words)
     needed = torch.cuda.max_memory_allocated() / 2**30, summary(tmp_path / "clean")["training_memory_gb"]

@@ -9,44 +9,24 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import calibrate
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import parameter_count, parameters
-from tests.gpu.common import (
-    CONFIG,
-    FAMILIES,
-    VOCAB,
-    assert_like_bf16,
-    assert_same_tensors,
-    bf16,
-    build,
-    calibrated,
-    computing,
-    error,
-    evaluating,
-    gradients,
-    hopper,
-    loss_of,
-    tokens,
-)
+from tests.gpu import common
+from tests.gpu.common import CONFIG, FAMILIES, VOCAB, bf16, build, calibrated, computing, error, gradients, tokens
 
 pytestmark = pytest.mark.fp8
-KINDS = [("te", "delayed"), ("te", "current"), ("te", "block"), pytest.param("fused", "delayed", marks=hopper)]
+KINDS = [("te", "delayed"), ("te", "current"), ("te", "block"), pytest.param("fused", "delayed", marks=common.hopper)]
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("backend", FAMILIES)
-def test_parameters_are_those_that_the_blocks_description_has(backend, bias):
+def test_parameters_are_the_references_and_those_that_the_blocks_description_has(backend, bias):
     config, rows = replace(CONFIG, bias=bias), padded_vocabulary(VOCAB)
-    built = {name: tuple(p.shape) for name, p in build(backend, config=config).named_parameters()}
+    model, reference = (build(name, config=config) for name in (backend, "reference"))
     described = list(parameters(config, rows))
-    assert built == {p.name: p.shape for p in described}
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {p.name: p.shape for p in described}
     assert sum(p.numel for p in described) == parameter_count(config, rows)
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_same_parameters_and_values_as_the_reference(backend):
-    ours, reference = build(backend).state_dict(), build("reference").state_dict()
-    assert list(ours) == list(reference)
-    assert not [name for name in ours if "extra_state" in name or name == "head.weight"]
-    assert all(torch.equal(ours[name], reference[name]) for name in ours)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert not [name for name in model.state_dict() if "extra_state" in name or name == "head.weight"]
+    common.assert_same_tensors(model.state_dict(), reference.state_dict())
 
 
 def test_bf16_equals_the_reference():
@@ -61,14 +41,14 @@ def test_bf16_equals_the_reference():
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
 @pytest.mark.parametrize(("backend", "recipe"), KINDS)
 def test_fp8_is_close_to_bf16_from_the_first_step(backend, recipe, precision):
-    assert_like_bf16(backend, recipe=recipe, precision=precision)
+    common.assert_like_bf16(backend, recipe=recipe, precision=precision)
 
 
 def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():
     """Why calibration exists; when this fails, Transformer Engine has cured it and calibration can go."""
     model, fp8 = build("te"), computing("te")
     with fp8.forward_context():
-        loss = loss_of(model, True)(tokens(batch=256), scale=0.25)  # as 262,144 tokens a step
+        loss = common.loss_of(model, True)(tokens(batch=256), scale=0.25)  # as 262,144 tokens a step
     loss.backward()
     assert all(torch.count_nonzero(p.grad) == 0 for p in model.blocks.parameters())
 
@@ -92,31 +72,9 @@ def test_calibration_leaves_no_trace_but_the_scales(backend):
 def test_evaluation_leaves_the_history_unchanged(backend):
     model, fp8 = calibrated(backend)
     before = state.capture(model)
-    with evaluating(model, fp8):
-        assert not loss_of(model, True)(tokens(seed=9)).requires_grad
-    assert_same_tensors(state.capture(model), before)
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_restored_scales_give_the_same_loss_and_gradients(backend):
-    model, fp8 = calibrated(backend)
-    gradients(model, tokens(seed=3), True, fp8.forward_context)
-    saved = scales_of(model, fp8)
-    expected = gradients(model, tokens(seed=4), True, fp8.forward_context)
-    other = build(backend)
-    again = fp8.scaling(other)
-    again.load_state_dict(saved)
-    assert again.take()
-    loss, ours = gradients(other, tokens(seed=4), True, fp8.forward_context)
-    assert loss == expected[0]
-    assert all(torch.equal(ours[name], expected[1][name]) for name in ours if "tokens" not in name)
-
-
-def scales_of(model, backend):
-    """As a checkpoint has them."""
-    owner = backend.scaling(model)
-    owner.ready = True
-    return owner.state_dict()
+    with common.evaluating(model, fp8):
+        assert not common.loss_of(model, True)(tokens(seed=9)).requires_grad
+    common.assert_same_tensors(state.capture(model), before)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +88,7 @@ def scales_of(model, backend):
 )  # fmt: skip
 def test_kept_parts_run_in_bf16(keep_bf16, in_fp8):
     model, fp8 = build("te", keep_bf16=keep_bf16), computing("te", keep_bf16=keep_bf16)
-    calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
+    calibrate(model, common.loss_of(model, True), tokens(), fp8.forward_context)
     names = {name.split(".scaling")[0] for name in state.capture(model)}
     head = set() if "head" in keep_bf16 else {"head"}
     assert {name for name in names if "attention" not in name} == head | {f"blocks.{n}" for n in in_fp8}
@@ -144,7 +102,7 @@ def test_a_split_mlp_is_near_transformer_engines_own(recipe, recompute):
     for keep_bf16 in ([], ["blocks.0.fc1"]):
         options = {"keep_bf16": keep_bf16, "recipe": recipe, "recompute": recompute}
         model, fp8 = build("te", **options), computing("te", **options)
-        calibrate(model, loss_of(model, True), ids, fp8.forward_context)
+        calibrate(model, common.loss_of(model, True), ids, fp8.forward_context)
         results.append((list(model.state_dict()), *gradients(model, ids, True, fp8.forward_context)))
     (names, loss, expected), (split_names, split_loss, ours) = results
     assert split_names == names
@@ -170,14 +128,16 @@ def test_a_backward_in_bf16_is_nearer_to_bf16(recipe):
     assert errors["bf16"] < 0.95 * errors["fp8"]  # block on an H200: 0.065 and 0.075
 
 
-@pytest.mark.parametrize(("backend", "recipe"), [("te", "current"), pytest.param("fused", "delayed", marks=hopper)])
+@pytest.mark.parametrize(
+    ("backend", "recipe"), [("te", "current"), pytest.param("fused", "delayed", marks=common.hopper)]
+)
 def test_weight_cache_gives_the_same_loss(backend, recipe):
     """`is_first_microbatch` reuses the FP8 weights of the step's first micro-batch."""
     model, fp8 = calibrated(backend, recipe)
     ids = tokens(seed=6)
     with torch.no_grad():
         with fp8.forward_context():
-            fresh = loss_of(model, True)(ids).item()
+            fresh = common.loss_of(model, True)(ids).item()
         for first in (True, False):
             with fp8.forward_context():
-                assert loss_of(model, True)(ids, first).item() == fresh
+                assert common.loss_of(model, True)(ids, first).item() == fresh

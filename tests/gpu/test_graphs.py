@@ -5,35 +5,14 @@ import torch
 
 from gpt2_fp8.engine import cuda_graphs
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.resolve import resolve
-from gpt2_fp8.measure import worker
-from tests.gpu.common import (
-    VOCAB,
-    assert_same_tensors,
-    composed,
-    determinism,
-    error,
-    evaluating,
-    grads,
-    hopper,
-    prepared,
-    tokens,
-)
+from tests.gpu.common import assert_same_tensors, error, evaluating, grads, hopper, prepared, tokens
 
-pytestmark = [pytest.mark.fp8, hopper]
-
-SEQUENCES, POSITIONS = 12, 128
+# What is compared bit for bit are the same kernels in the same order.
+pytestmark = [pytest.mark.fp8, hopper, pytest.mark.usefixtures("deterministic")]
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    """What is compared here bit for bit are the same kernels in the same order; see `assert_same_tensors`."""
-    with determinism():
-        yield
-
-
-def batch(seed, sequences=SEQUENCES):
-    return tokens(sequences, seed, POSITIONS)
+def batch(seed, sequences=12):
+    return tokens(sequences, seed, 128)
 
 
 def built(graphed, *overrides):
@@ -51,6 +30,14 @@ def step(engine, ids):
     return loss.item(), grads(engine.model)
 
 
+def assert_same_steps(ours, expected):
+    """Losses and gradients of steps, and the state that they leave, bit for bit."""
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(ours[0], expected[0], strict=True):
+        assert loss == expected_loss
+        assert_same_tensors(gradients, expected_gradients)
+    assert_same_tensors(ours[1], expected[1])
+
+
 @pytest.mark.parametrize(("sequences", "micro_batch_size"), [(12, 12), (12, 4), (96, 48)])
 def test_gradients_and_scales_are_those_without_graphs(sequences, micro_batch_size):
     """One micro-batch, three, and two of so many tokens that the embedding's backward sorts them."""
@@ -63,10 +50,7 @@ def test_gradients_and_scales_are_those_without_graphs(sequences, micro_batch_si
             steps.append(step(engine, batch(seed, sequences)))
             engine.model.zero_grad(set_to_none=True)
         runs.append((steps, state.capture(engine.model)))
-    for (loss, ours), (expected_loss, expected) in zip(runs[0][0], runs[1][0], strict=True):
-        assert loss == expected_loss
-        assert_same_tensors(ours, expected)
-    assert_same_tensors(runs[0][1], runs[1][1])
+    assert_same_steps(*runs)
 
 
 @pytest.mark.parametrize(
@@ -84,53 +68,19 @@ def test_other_parts_can_be_recorded_too(overrides):
     assert error(ours, expected) < 1e-3
 
 
-@pytest.mark.parametrize("micro_batch_size", [12, 4])
-def test_training_goes_as_without_graphs(micro_batch_size):
-    """Four whole steps. An embedding that differs in its last bit is cast to another FP8 number now and then, and so
-    the steps after the first are close and not equal."""
-    losses, weights = [], []
-    for graphed in (True, False):
-        config = composed(f"cuda_graphs={str(graphed).lower()}", f"micro_batch_size={micro_batch_size}")
-        training, results = worker.built(config, resolve(config, "cuda"), VOCAB), []
-        training.on_settled.append(results.append)
-        start = {name: p.detach().clone() for name, p in training.model.named_parameters()}
-        for seed in range(4):
-            training(batch(seed))
-        training.settle()
-        losses.append([result.read().loss for result in results])
-        assert not any(result.read().skipped for result in results)
-        weights.append({name: p.detach().clone() for name, p in training.model.named_parameters()})
-    assert losses[0][0] == losses[1][0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert losses[0][3] < losses[0][0]
-    moved = {name: start[name] + weights[0][name] - weights[1][name] for name in start}
-    assert error(moved, start) < 0.05 * error(weights[1], start), "of the way that the weights went"
-
-
-def test_recording_leaves_no_trace():
+@pytest.mark.parametrize("cycles", [0, 200_000_000])
+def test_recording_leaves_no_trace(monkeypatch, cycles):
+    """However late the device gets to the copies of the scales (a tenth of a second), they come before the passes that
+    change them."""
     engine = built(True)
+    restored = state.restored
+    monkeypatch.setattr(cuda_graphs.state, "restored", lambda model: torch.cuda._sleep(cycles) or restored(model))
     recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, engine.plan.backend.forward_context)
     before = state.capture(engine.model)
     recorder._record(batch(0)[:4], 1 / 3)
     assert_same_tensors(before, state.capture(engine.model))
     assert all(p.grad is None for p in engine.model.parameters())
     assert all(gradient is not None for gradient in recorder._gradients)
-
-
-def test_recording_waits_for_what_it_keeps(monkeypatch):
-    """The copies of the scales come before the passes that change them, however late the device gets to them."""
-    engine = built(True)
-    original = state.restored
-
-    def late(model):
-        torch.cuda._sleep(200_000_000)  # a tenth of a second
-        return original(model)
-
-    monkeypatch.setattr(cuda_graphs.state, "restored", late)
-    recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, engine.plan.backend.forward_context)
-    before = state.capture(engine.model)
-    recorder._record(batch(0)[:4], 1 / 3)
-    assert_same_tensors(before, state.capture(engine.model))
 
 
 def test_evaluation_between_steps_disturbs_nothing():
@@ -148,10 +98,7 @@ def test_evaluation_between_steps_disturbs_nothing():
             assert torch.equal(loss, kept[0])
             assert torch.equal(logits, kept[1])
         runs.append((steps, state.capture(engine.model)))
-    for (loss, ours), (expected_loss, expected) in zip(runs[0][0], runs[1][0], strict=True):
-        assert loss == expected_loss
-        assert_same_tensors(ours, expected)
-    assert_same_tensors(runs[0][1], runs[1][1])
+    assert_same_steps(*runs)
 
 
 def test_an_evaluation_after_a_replay_sees_the_new_weights():

@@ -4,39 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.kernels import (
-    DEVICE,
-    FORMATS,
-    LARGEST,
-    SCALES,
-    Statistics,
-    assert_fp8,
-    assert_slices_are_alone,
-    assert_transposed,
-    column_sums,
-    keeps_rows,
-    large_normal,
-    layer_norm_backward,
-    layer_norm_cast,
-    need,
-    normal,
-    slot_of,
-    use,
-)
+from tests.gpu import kernels
+from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, LARGEST, assert_transposed, column_sums, normal, slot_of
 
-pytestmark = pytest.mark.fp8
+pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("implementation")]  # too wide rows are Triton's twice
+layer_norm_backward, layer_norm_cast = kernels.layer_norm_backward, kernels.layer_norm_cast
 
 SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
 # more rows to a program, a last tile of fewer
 SHAPES += [(8208, 144), (16432, 144), (16912, 1280), (16912, 1600), (48, 2048), (16912, 2048)]
 EPSILON = 1e-5
-
-
-@pytest.fixture(params=["cuda", "triton"], autouse=True)
-def implementation(request, monkeypatch):
-    """Every test is of both; rows that are too wide for the first are the second's twice."""
-    use(request.param, monkeypatch)
-    return request.param
 
 
 def parameters(n):
@@ -57,28 +34,25 @@ def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
 
 @pytest.mark.parametrize(("n", "rows"), [(16, True), (2048, True), (2064, False)])
 def test_which_implementation(n, rows, implementation):
-    assert keeps_rows(n) == (rows and implementation == "cuda")
+    assert kernels.keeps_rows(n) == (rows and implementation == "cuda")
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", kernels.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, scale, dtype):
     x = normal(*shape) * 2 + 0.5
     weight, bias = parameters(shape[1])
-    slot = slot_of(dtype, scale)
+    slot, exact = slot_of(dtype, scale), exact_norm(x, weight, bias)
     q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
-    exact = exact_norm(x, weight, bias)
-    assert_fp8(q, exact, scale, 1e-5 * exact.abs() + 4e-6)
-    assert_transposed(q, qt)
-    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+    kernels.assert_written(slot, exact, 1e-5 * exact.abs() + 4e-6, q, qt)
     assert_statistics(statistics, x, 1e-6, 1e-5)
 
 
 def test_one_layout_is_the_first_of_both():
     x = normal(80, 144)
-    q, _, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn))
-    alone, empty, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn), both=False)
+    q, _, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(E4M3))
+    alone, empty, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(E4M3), both=False)
     assert torch.equal(alone.view(torch.uint8), q.view(torch.uint8))
     assert empty.numel() == 0
 
@@ -89,7 +63,7 @@ def test_a_large_mean_costs_no_precision(n):
     mean of squares, the variance is percents off."""
     x = (normal(80, n, dtype=torch.float32) + 1002).bfloat16()
     assert x.double().std(1).min() > 1
-    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(torch.float8_e4m3fn))
+    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3))
     assert_statistics(statistics, x, 1e-6, 2e-5)
 
 
@@ -99,7 +73,7 @@ def test_one_outlier_in_each_row(place):
     n = 1600
     x = normal(48, n)
     x[:, place] = 2000.0
-    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(torch.float8_e4m3fn))
+    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3))
     exact = x.double()
     deviation = exact.std(1, correction=0)
     assert torch.all((statistics.mean.double() - exact.mean(1)).abs() <= 1e-4 * deviation)
@@ -110,7 +84,7 @@ def test_constant_rows_give_the_bias():
     x = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
     x[1], x[47] = 1000.0, -3.0
     weight, bias = parameters(144)
-    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
+    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(E4M3))
     assert torch.equal(statistics.mean, x[:, 0].float())
     torch.testing.assert_close(statistics.rstd, torch.full_like(statistics.rstd, EPSILON**-0.5))
     assert torch.equal(q.float(), bias.to(q.dtype).float().expand(48, 144))
@@ -122,8 +96,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(bad):
     x = normal(80, 144)
     x[5, 100] = bad
     weight, bias = parameters(144)
-    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
-    gradient = layer_norm_backward(normal(80, 144), x, statistics, weight, None, slot_of(torch.float8_e5m2))
+    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(E4M3))
+    gradient = layer_norm_backward(normal(80, 144), x, statistics, weight, None, slot_of(E5M2))
     spoilt = torch.zeros_like(x, dtype=torch.bool)
     spoilt[5] = True
     for got in (q, qt.t(), gradient.q, gradient.qt.t(), gradient.dx):
@@ -160,7 +134,7 @@ def test_backward(shape, dtype, with_residual):
     residual = normal(*shape, seed=5) if with_residual else None
     weight, bias = parameters(shape[1])
     slot = None if dtype is None else slot_of(dtype, 16.0)
-    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
+    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(E4M3))
     dx, q, qt, sums = layer_norm_backward(dy, x, statistics, weight, residual, slot)
     exact, of_weight, of_bias = exact_backward(dy, x, weight, residual)
     assert dx.dtype == torch.bfloat16
@@ -171,9 +145,7 @@ def test_backward(shape, dtype, with_residual):
         assert q.numel() == qt.numel() == 0
         return
     torch.testing.assert_close(column_sums(sums[:, 2]), exact.sum(0), rtol=1e-5, atol=1e-3)
-    assert_fp8(q, exact, 16.0, 1e-5 * exact.abs() + 1e-5)
-    assert_transposed(q, qt)
-    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+    kernels.assert_written(slot, exact, 1e-5 * exact.abs() + 1e-5, q, qt)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -192,35 +164,26 @@ def test_backward_saturates(dtype):
 
 def test_more_elements_than_int32_counts():
     """The widest rows that both implementations take. A slice has as many rows as change nothing in a sum's order."""
-    need(50)
+    kernels.need(50)
     m, n, step = 1048640, 2048, 262160
     assert m * n > 2**31
     parts = [slice(start, start + step) for start in range(0, m, step)]
-    x, (weight, bias) = large_normal(m, n), parameters(n)
-    slot, of_parts = slot_of(torch.float8_e4m3fn, 16.0), slot_of(torch.float8_e4m3fn, 16.0)
+    x, (weight, bias) = kernels.large_normal(m, n), parameters(n)
 
     def forward(rows, slot):
         q, qt, statistics = layer_norm_cast(x[rows], weight, bias, EPSILON, slot)
-        return [q, qt, *statistics]
+        return [q, qt, *statistics], None
 
-    whole = forward(slice(None), slot)
-    assert_slices_are_alone(whole, lambda part: forward(part, of_parts), parts, transposed=(1,))
-    assert slot.amax.item() == of_parts.amax.item() > 0
-    last = x[-16:]
-    assert_fp8(whole[0][-16:], exact_norm(last, weight, bias), 16.0, 1e-5 * exact_norm(last, weight, bias).abs() + 4e-6)
-
-    statistics, sums = Statistics(*whole[2:]), []
-    del whole
-    dy, residual = large_normal(m, n, seed=4), large_normal(m, n, seed=5)
-    slot, of_parts = slot_of(torch.float8_e5m2, 16.0), slot_of(torch.float8_e5m2, 16.0)
+    q, _, *statistics = kernels.assert_slices_are_alone(forward, slot_of(E4M3, 16.0), parts, transposed=(1,))
+    exact = exact_norm(x[-16:], weight, bias)
+    kernels.assert_fp8(q[-16:], exact, 16.0, 1e-5 * exact.abs() + 4e-6)
+    del q, _
+    dy, residual = kernels.large_normal(m, n, seed=4), kernels.large_normal(m, n, seed=5)
 
     def backward(rows, slot):
-        of_rows = Statistics(*(tensor[rows] for tensor in statistics))
+        of_rows = kernels.Statistics(*(tensor[rows] for tensor in statistics))
         *tensors, partial = layer_norm_backward(dy[rows], x[rows], of_rows, weight, residual[rows], slot)
-        sums.append(torch.stack([column_sums(partial[:, i]) for i in range(3)]))
-        return tensors
+        return tensors, torch.stack([column_sums(partial[:, i]) for i in range(3)])
 
-    whole = backward(slice(None), slot)
-    assert_slices_are_alone(whole, lambda part: backward(part, of_parts), parts, transposed=(2,))
-    assert slot.amax.item() == of_parts.amax.item() > 0
-    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=0.1)  # of a million numbers of order 1
+    slot = slot_of(E5M2, 16.0)  # the sums are of a million numbers of order 1
+    kernels.assert_slices_are_alone(backward, slot, parts, transposed=(2,), atol=0.1)

@@ -4,17 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.gpu import kernels
 from tests.gpu.common import error, grads, prepared, tokens
-from tests.gpu.kernels import (
-    assert_transposed,
-    bits,
-    fused_cross_entropy,
-    log_sums,
-    normal,
-    softmax_gradient_cast,
-    softmax_statistics,
-)
-from tests.gpu.test_softmax_cast import assert_gradient, implementation, reference, targets_of  # noqa: F401
+from tests.gpu.kernels import normal, softmax_gradient_cast, softmax_statistics
+from tests.gpu.test_softmax_cast import assert_gradient, reference, targets_of
 
 WEIGHTS = [(1e-2, 0.0), (0.0, 0.5), (0.3, 0.2)]
 
@@ -34,7 +27,7 @@ def test_the_loss_kernel_matches_float64(rows, vocab_size, columns, dtype, z_los
     penalty = (z_loss * exact.logsumexp(1).square() + logit_l2 * exact.square().mean(1))[counted].mean()
     ((loss + penalty) * 2).backward()
     given = logits.clone().requires_grad_()
-    got = fused_cross_entropy(given * 1, targets, vocab_size, 0.5, z_loss, logit_l2)
+    got = kernels.fused_cross_entropy(given * 1, targets, vocab_size, 0.5, z_loss, logit_l2)
     (got[0] * 4).backward()
     want = 0.5 * torch.stack([loss + penalty, loss, penalty])
     torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-6)
@@ -45,19 +38,19 @@ def test_the_loss_kernel_matches_float64(rows, vocab_size, columns, dtype, z_los
 
 @pytest.mark.fp8
 @pytest.mark.parametrize("z_loss", [1e-4, 0.02])
-def test_the_fp8_gradient_matches_float64(z_loss, implementation):  # noqa: F811
+def test_the_fp8_gradient_matches_float64(z_loss, implementation):
     logits, targets = normal(144, 400) * 4, targets_of(144, 257)
     logits[:, 257:] = float("nan")
     _, exponents = softmax_statistics(logits, targets, 257)
     q, qt = softmax_gradient_cast(logits, targets, exponents, 257, z_loss)
     _, p, exact = reference(logits, targets, 257)
     lse = torch.where(targets >= 0, logits.double()[:, :257].logsumexp(1), 0.0)
-    torch.testing.assert_close(log_sums(exponents).double(), lse, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(kernels.log_sums(exponents).double(), lse, rtol=1e-6, atol=1e-5)
     more = 2 * z_loss * lse[:, None] * p
     assert_gradient(q, logits, p + more.abs(), exact + more)
-    assert_transposed(q, qt)
+    kernels.assert_transposed(q, qt)
     without, _ = softmax_gradient_cast(logits, targets, exponents, 257)
-    assert not torch.equal(bits(q), bits(without))
+    assert not torch.equal(kernels.bits(q), kernels.bits(without))
 
 
 LAYERS = {

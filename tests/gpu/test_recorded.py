@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.fp8.resolve import resolve
-from gpt2_fp8.measure import worker
-from tests.gpu.common import VOCAB, composed, error, prepared, step, tokens
+from tests.gpu.common import error, prepared, step, tokens
 
 WORDS = ["precision=bf16", "model.n_layer=1"]
 RECORDED = [*WORDS, "compile=true", "compile_mode=reduce-overhead"]
@@ -51,19 +49,3 @@ def test_validations_and_a_smaller_size_change_nothing():
             assert ours == pytest.approx(theirs, rel=1e-3)
             assert len(set(theirs)) == 3
         graphed.discard()
-
-
-@pytest.mark.slow  # two compilations
-def test_training_learns_as_without_graphs():
-    losses = []
-    for words in ([*WORDS, "compile=true"], RECORDED):
-        config = composed(*words)
-        training, results = worker.built(config, resolve(config, "cuda"), VOCAB), []
-        training.on_settled.append(results.append)
-        for seed in range(5):
-            training(tokens(12, seed % 2, 128))
-        training.settle()
-        losses.append([result.read().loss for result in results])
-        torch.compiler.reset()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert losses[0][4] < losses[0][0]

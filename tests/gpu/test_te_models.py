@@ -10,19 +10,8 @@ from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.layers import reference, te
 from gpt2_fp8.layers.reference import angles
 from gpt2_fp8.model.generate import generate
-from tests.gpu.common import (
-    CONFIG,
-    VOCAB,
-    assert_like_bf16,
-    bf16,
-    build,
-    calibrated,
-    error,
-    evaluating,
-    gradients,
-    hopper,
-    tokens,
-)
+from tests.gpu import common
+from tests.gpu.common import CONFIG, VOCAB, bf16, build, calibrated, error, gradients, hopper, tokens
 
 pytestmark = pytest.mark.fp8
 BANDS = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_positions": 64}
@@ -130,7 +119,7 @@ def test_the_fused_rotation_is_ours(dtype):
 def test_text_is_drawn_in_fp8():
     config = replace(CONFIG, **OPTIONS["all together"])
     model, fp8 = calibrated("te", config=config)
-    with evaluating(model, fp8):
+    with common.evaluating(model, fp8):
         drawn = generate(model, [1, 2, 3], 4, VOCAB, config.n_positions, seed=0)
     assert len(drawn) == 4
 
@@ -139,4 +128,4 @@ def test_text_is_drawn_in_fp8():
 @pytest.mark.parametrize("config", [replace(CONFIG, mlp_width=640), replace(CONFIG, norm_epsilon=1e-3)])
 def test_the_fused_layers_have_an_own_mlp_width_and_epsilon(config):
     """The only options that no layers lack."""
-    assert_like_bf16("fused", config=config, rel=3e-3, most=0.15)
+    common.assert_like_bf16("fused", config=config, rel=3e-3, most=0.15)

@@ -94,10 +94,8 @@ def test_structures_have_the_headers_sizes():
 def test_row_major_becomes_column_major(library):
     a, b, out, a_scale, b_scale = given = operands(a=E5M2)
     assert gemm.matmul(*given) is out
-    (product,) = library.products
-    handle, attributes, alpha, at_a, of_a, at_b, of_b, beta, at_c, of_c, at_d, of_d, algorithm, at, size, stream = (
-        product
-    )
+    ((handle, attributes, alpha, *places, algorithm, at, size, stream),) = library.products
+    at_a, of_a, at_b, of_b, beta, at_c, of_c, at_d, of_d = places
     assert (handle, alpha, beta, stream) == (HANDLE, 1.0, 0.0, STREAM)
     assert (at_a, at_b, at_c, at_d) == (b.data_ptr(), a.data_ptr(), out.data_ptr(), out.data_ptr())
     # type (28: E4M3, 29: E5M2, 14: bf16), rows, columns, leading dimension
@@ -118,38 +116,29 @@ def test_row_major_becomes_column_major(library):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bias_is_an_epilogue(library, dtype):
-    bias = aligned((N,), torch.bfloat16)
-    gemm.matmul(*operands(out=dtype), bias=bias, fast_accumulate=True)
-    ((_, attributes, *_),) = library.products
-    assert attributes[7] == (4, 4)
-    assert attributes[26] == (14, 4)
-    assert attributes[8] == library.seen_by_search[8] == (bias.data_ptr(), 8)
-    assert attributes[25] == (1, 1)
+def test_a_plan_serves_other_tensors_and_bias_is_an_epilogue(library, dtype):
+    given, biases = [operands(out=dtype) for _ in range(2)], [aligned((N,), torch.bfloat16) for _ in range(2)]
+    for each, bias in zip(given, biases, strict=True):
+        gemm.matmul(*each, bias=bias, fast_accumulate=True)
+    assert len(library.searches) == 1
+    assert library.seen_by_search[8] == (biases[0].data_ptr(), 8)
+    for each, bias, product in zip(given, biases, library.products, strict=True):
+        _, attributes, _, at_a, _, at_b, *_ = product
+        assert (at_a, at_b) == (each[1].data_ptr(), each[0].data_ptr())
+        assert (attributes[17][0], attributes[18][0]) == (each[4].data_ptr(), each[3].data_ptr())
+        # the epilogue, its dtype and its place; fast accumulation
+        assert (attributes[7], attributes[26], attributes[25]) == ((4, 4), (14, 4), (1, 1))
+        assert attributes[8] == (bias.data_ptr(), 8)
 
 
 def test_add_is_the_matrix_c(library):
     given = operands(out=torch.float32)
-    add, out = aligned((M, N), torch.float32), given[2]
-    gemm.matmul(*given, add=add)
-    gemm.matmul(*given, add=out)
-    for product, matrix in zip(library.products, (add, out), strict=True):
-        beta, at_c, of_c, at_d, of_d = product[7:12]
-        assert (beta, at_c, at_d) == (1.0, matrix.data_ptr(), out.data_ptr())
+    for matrix in (aligned((M, N), torch.float32), given[2]):
+        gemm.matmul(*given, add=matrix)
+        beta, at_c, of_c, at_d, of_d = library.products[-1][7:12]
+        assert (beta, at_c, at_d) == (1.0, matrix.data_ptr(), given[2].data_ptr())
         assert of_c == of_d
     assert len(gemm._plans) == 2
-
-
-def test_a_plan_serves_other_tensors(library):
-    first, second = operands(), operands()
-    biases = [aligned((N,), torch.bfloat16) for _ in range(2)]
-    gemm.matmul(*first, bias=biases[0])
-    gemm.matmul(*second, bias=biases[1])
-    assert len(library.searches) == 1
-    _, attributes, _, at_a, _, at_b, *_ = library.products[1]
-    assert (at_a, at_b) == (second[1].data_ptr(), second[0].data_ptr())
-    assert (attributes[17][0], attributes[18][0]) == (second[4].data_ptr(), second[3].data_ptr())
-    assert attributes[8][0] == biases[1].data_ptr()
 
 
 def test_what_differs_in_kind_has_its_own_plan(library):

@@ -73,7 +73,6 @@ StorageLoc=slurm
 
 
 def missing() -> str | None:
-    """Return why no cluster can be started here, or None."""
     absent = [name for name in DAEMONS if _find(name) is None]
     if absent:
         return f"a SLURM needs {', '.join(absent)}"

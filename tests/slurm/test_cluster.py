@@ -50,7 +50,6 @@ def until(true, what, patience=PATIENCE):
 
 
 def shown(slurm, job):
-    """What SLURM knows of a job, by its names."""
     text = said(slurm, "scontrol", "show", "job", "--oneliner", job)
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
@@ -79,7 +78,6 @@ def steps_logged(folder):
 
 
 def assert_as_uninterrupted(folder, whole, steps):
-    """Every step's loss to the last digit, and the last checkpoint to the last bit."""
     for column in ("train_loss", "val_loss", "grad_norm", "lr"):
         assert metrics(folder)[column] == metrics(whole)[column], column
     assert len(metrics(folder)["train_loss"]) == steps
