@@ -23,12 +23,9 @@ from gpt2_fp8.runtime import programs
 _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _export(argv))
-
-
-def _export(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
     source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
     if problems := list(_problems(source, folder)):

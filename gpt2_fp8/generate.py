@@ -39,16 +39,18 @@ Examples:
 docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 130, 141 stopped."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    if programs.answered(argv, help_text):
-        return 0
-    return programs.exit_code(lambda: _generate(argv))
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
+    if programs.answered(argv, lambda: HELP.format(keys=list_keys(GenerateConfig))):
+        return
+    config = _settings(argv)
+    from gpt2_fp8.train.generation import Generation  # imports torch
 
-
-def help_text() -> str:
-    """Return the text of `--help`."""
-    return HELP.format(keys=list_keys(GenerateConfig))
+    ready = Generation(config)
+    print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
+    with programs.to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
+        _write(ready, len(ready.prompts) * config.samples, file)
 
 
 def _settings(argv: list[str]) -> GenerateConfig:
@@ -66,16 +68,6 @@ def _settings(argv: list[str]) -> GenerateConfig:
     if problems := [*problems, *check_generate(config)]:
         raise UserError(problems)
     return config
-
-
-def _generate(argv: list[str]) -> None:
-    config = _settings(argv)
-    from gpt2_fp8.train.generation import Generation  # imports torch
-
-    ready = Generation(config)
-    print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
-    with programs.to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
-        _write(ready, len(ready.prompts) * config.samples, file)
 
 
 def _write(ready: Generation, count: int, file: IO[str] | None) -> None:

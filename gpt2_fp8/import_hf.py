@@ -24,12 +24,9 @@ from gpt2_fp8.config.shown import line, setting
 from gpt2_fp8.runtime import programs
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _import(argv))
-
-
-def _import(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
     source, folder = (path.expanduser().absolute() for path in (asked.source, asked.folder))
     if problems := list(_problems(source, folder)):

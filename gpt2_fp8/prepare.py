@@ -24,23 +24,34 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import programs, registry, signals
+from gpt2_fp8.runtime import programs, registry
 
 if TYPE_CHECKING:
     from gpt2_fp8.data.preparation import Job, Preparation
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handled() as handlers:
-        try:
-            with handlers.at_once():
-                return programs.exit_code(lambda: _prepare(argv))
-        except BaseException:
-            if not handlers.thrown:
-                raise
-        assert handlers.received is not None
-        return 128 + handlers.received
+@programs.stoppable
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
+    typed, configs = parse(argv)
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
+    from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
+
+    jobs: list[Job] = []
+    for config in configs:
+        if not any(isinstance(source, TextData) for _, source in data_schema.sources_of(config.data)):
+            print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
+            continue
+        steps = None if typed.all else typed.steps or _count_steps(config)
+        job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
+        if job not in jobs:  # the jobs of a sweep often read the same text
+            jobs.append(job)
+    for job in jobs:
+        _fill(job)
+    if jobs:
+        print(line(f"next: {shlex.join([*RUN.split(), *typed.words])}"))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
@@ -54,27 +65,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
     if problems := [problem for config in configs for problem in _find_uncached(config)]:
         raise UserError(problems)
     return typed, configs
-
-
-def _prepare(argv: list[str]) -> None:
-    typed, configs = parse(argv)
-    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
-
-    jobs: list[Job] = []
-    for config in configs:
-        if not any(isinstance(source, TextData) for _, source in data_schema.sources_of(config.data)):
-            print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
-            continue
-        steps = None if typed.all else typed.steps or _steps_of(config)
-        job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
-        if job not in jobs:  # the jobs of a sweep often read the same text
-            jobs.append(job)
-    for job in jobs:
-        _fill(job)
-    if jobs:
-        print(line(f"next: {shlex.join([*RUN.split(), *typed.words])}"))
 
 
 def _fill(job: Job) -> None:
@@ -106,7 +96,7 @@ def _describe(preparation: Preparation) -> Iterator[str]:
     yield f"cache: {size / 1e6:,.1f} MB; {preparation.tokenised:,} units tokenised now, {there:,} were there"
 
 
-def _steps_of(config: RunConfig) -> int | None:
+def _count_steps(config: RunConfig) -> int | None:
     """Return how many steps' text a run needs; None: all of it, since a run counts the tokens of its epochs first."""
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
         return None

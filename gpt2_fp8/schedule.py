@@ -25,12 +25,9 @@ _POINTS = 1000  # of a curve
 DEFAULT = Path("outputs/schedule.png")
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _show(argv))
-
-
-def _show(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
     configs = compose.preflight(words)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import doctor
-from tests.diagnose.machines import H200, STEPS, cpu
+from tests.doctor.machines import H200, STEPS, cpu
 
 
 def command(*arguments, cwd, **environment):
@@ -53,8 +53,8 @@ def test_a_wrong_flag_is_the_users():
 def measuring(monkeypatch, facts, steps=STEPS):
     """Have the facts of a machine collected, and note whether steps are measured."""
     asked = []
-    monkeypatch.setattr(doctor.probe, "collect", lambda say: facts)
-    monkeypatch.setattr(doctor.probe, "measured", lambda say: asked.append(1) or steps)
+    monkeypatch.setattr(doctor.machine, "collect", lambda say: facts)
+    monkeypatch.setattr(doctor.machine, "measured", lambda say: asked.append(1) or steps)
     return asked
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.schema import RunConfig
@@ -93,19 +92,6 @@ def _placed(folder: Path, here: Path) -> list[str]:
 
 
 def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:
-    """Replace the plan in `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
+    """Write the plan into `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{PLAN}.tmp"
-    temporary.write_text(json.dumps({"jobs": jobs}, indent=1))
-    os.replace(temporary, folder / PLAN)
-
-
-def jobs_of_plan(plan: Any) -> list[list[str]]:
-    """Return the jobs in a plan that was read; what has not their form is left out."""
-    jobs = plan.get("jobs") if isinstance(plan, dict) else None
-    return [job for job in jobs if is_words(job)] if isinstance(jobs, list) else []
-
-
-def is_words(value: object) -> bool:
-    """Return whether a value that was read is a list of words."""
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    (folder / PLAN).write_text(json.dumps({"jobs": jobs}, indent=1))

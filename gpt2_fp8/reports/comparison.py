@@ -71,6 +71,20 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     return Comparison(sides, tokens, width, np.array(sorted(checked)))
 
 
+def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
+    """Return every figure, and what to know of them. `left_out`: a line for each run that could not be read."""
+    sides = found.sides
+    return {
+        "tokens": found.tokens,
+        "runs": [describe_runs(side) for side in sides],
+        "verdict": [verdict(side, found) for side in sides[1:] if side.condition.fp8],
+        "losses": [row for side in sides for row in losses(side, found)],
+        "equal_loss": [row for side in sides for row in equal_loss(side, found)],
+        "throughput": [throughput(side, found) for side in sides],
+        "notes": [*notes(found), *(f"Left out: {line}" for line in left_out)],
+    }
+
+
 def losses(side: Side, found: Comparison) -> Iterator[Row]:
     """Yield validation and training loss at the end. Intervals are Welch's; pairs are of equal seeds."""
     name = {"condition": side.condition.name}

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2_fp8.config import disk
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.train import metrics_csv
 
@@ -214,6 +215,14 @@ def conditions(found: Sequence[Run]) -> list[Condition]:
 def base_of(each: Sequence[Condition]) -> Condition:
     """Return what the others are compared with: bf16 if it ran, else any without FP8, else the first."""
     return min(each, key=lambda condition: (condition.fp8, condition.runs[0].ran != "bf16"))
+
+
+def named(name: str, each: Sequence[Condition]) -> Condition:
+    """Return the condition of this name, or the only one whose name begins with it. Raises UserError."""
+    for found in ([one for one in each if one.name == name], [one for one in each if one.name.startswith(name)]):
+        if len(found) == 1:
+            return found[0]
+    raise UserError.of(f"--base {name} is none of the conditions", f"one of {[one.name for one in each[:10]]}")
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_fp8.bench import Measured, case_rows
 from gpt2_fp8.compose.benchmark import BenchConfig, defaults, preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import meanings
 from gpt2_fp8.measure.case import Case, Result
-from gpt2_fp8.measure.record import Measured, case_rows
 
 
 @pytest.fixture(autouse=True)

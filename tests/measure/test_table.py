@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8 import compose
+from gpt2_fp8.bench import Measured, case_rows, kernel_rows, ratio
 from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
-from gpt2_fp8.measure.record import Measured, case_rows, kernel_rows, ratio
 
 
 def measured(precision="bf16", size=4, rate=100.0, compiled=True, **result):

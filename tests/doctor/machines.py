@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from gpt2_fp8.diagnose.probe import RUNS
-from gpt2_fp8.diagnose.rules import Disk, Facts, Step
+from gpt2_fp8.measure.machine import RUNS, Disk, Facts, Step
 
 GIB = 2**30
 PLACES = {"outputs": "/work/outputs", "Triton's cache": "/root/.triton/cache", "the temporary folder": "/tmp"}
