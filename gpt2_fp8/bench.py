@@ -163,10 +163,7 @@ def times(measured: Measured, base: Measured) -> float | None:
 
 
 def case_rows(every: Sequence[Measured]) -> list[Row]:
-    """Return a row for each case; a note says what went wrong, or what ran instead.
-
-    A case of `bench.rows` has its name, and its ratios are to the first row and to the row before.
-    """
+    """Return a row for each case; a note says what went wrong or ran instead. `bench.rows` has ratios of its own."""
     rows = []
     for place, measured in enumerate(every):
         config, result = measured.config, measured.result

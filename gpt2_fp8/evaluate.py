@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.compose import composition
-from gpt2_fp8.compose.commandline import Program, list_keys, read, settings, values_of
+from gpt2_fp8.compose.commandline import Program, list_keys, read, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
 from gpt2_fp8.config import checks, data_schema, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
@@ -125,15 +125,11 @@ class Request(NamedTuple):
 
 
 def read_words(argv: list[str]) -> Request:
-    """Read a command line (without the program's name).
-
-    Raises UserError with every problem, if one of them is that the model is not there. Other problems wait in the
-    result for those that only the model's configuration shows.
-    """
+    """Read a command line. Raises UserError if the model is not there; other problems wait for those that it shows."""
     line = read(argv, PROGRAM)
     problems = list(line.problems)
     given = values_of([word for word in line.overrides if word.key_or_group in _OWN], problems)
-    own = settings(EvaluateConfig, given, problems)
+    own = parsing.build_with_defaults(EvaluateConfig, given, vars(EvaluateConfig()), problems)
     problems += (found := check_evaluate(own))
     if any("ckpt_path" in problem.cause for problem in found):
         raise UserError(problems)
@@ -141,10 +137,7 @@ def read_words(argv: list[str]) -> Request:
 
 
 def configuration(request: Request, trained: RunConfig) -> RunConfig:
-    """Return the configuration of an evaluation. `trained`: what the checkpoint holds.
-
-    Raises UserError with every problem of the command line.
-    """
+    """Return the configuration of an evaluation of what was `trained`. Raises UserError with every problem."""
     problems, plain = list(request.problems), copy.deepcopy(asdict(trained))
     with open_catalog() as catalog:
         problems += catalog.add_folders([request.config_dir] if request.config_dir else [])
@@ -167,16 +160,12 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
 
 
 def _takes(key: str) -> bool:
-    """Return whether an evaluation has a key. The model is the checkpoint's."""
     of_group = "." in key and key.partition(".")[0] in GROUPS[:3] and key != "precision.bf16_last_steps"
     return of_group or key in (*KEYS, *_OF_TRAINER)
 
 
 def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], problems: list[Problem]) -> None:
-    """Put the groups that words choose into `plain`.
-
-    Of the trainer only the device is taken; text keeps the tokenizer that the model knows.
-    """
+    """Put chosen groups into `plain`. Of the trainer only the device is taken; text keeps the model's tokenizer."""
     taken = []
     for word in choices:
         group, line = word.key_or_group, str(word.input_line)
@@ -191,7 +180,7 @@ def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], pr
     if not taken:  # what the checkpoint itself holds, which may be a stranger's, is never resolved
         return
     cfg = catalog.compose([*(str(word.input_line) for word in taken), f"seed={plain['seed']}"])
-    composed, before = composition.resolved(cfg), plain["data"]
+    composed, before = composition.to_plain(cfg), plain["data"]
     for group in {word.key_or_group for word in taken} - {"trainer"}:
         plain[group] = composed[group]
     if any(word.key_or_group == "trainer" for word in taken):
@@ -235,7 +224,6 @@ def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
 
 
 def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
-    """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
     named = data_schema.sources_of(config.data)
     sources = [_train_on_validated(source) for _, source in named]
     unsaid = {"model.vocab_size"}
@@ -259,7 +247,6 @@ def _train_on_validated(source: Mixed) -> Mixed:
 
 
 def _check_tokenizer(config: RunConfig, trained: RunConfig) -> list[Problem]:
-    """Find a tokenizer that is not the model's."""
     name, before = config.data.tokenizer, trained.data.tokenizer
     if before in tokenizer_file.NAMES and name != before:
         return [Problem(f"data.tokenizer={show(name)}: the model was trained on the ids of {before}")]

@@ -14,7 +14,8 @@ import time
 from contextlib import nullcontext
 from typing import IO, TYPE_CHECKING
 
-from gpt2_fp8.compose.commandline import Program, list_keys, read, settings, values_of
+from gpt2_fp8.compose.commandline import Program, list_keys, read, values_of
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.programs import GenerateConfig, check_generate
 from gpt2_fp8.config.shown import counted, harmless
@@ -54,17 +55,15 @@ def main(argv: list[str]) -> None:
 
 
 def _settings(argv: list[str]) -> GenerateConfig:
-    """Return the settings of a command line. Raises UserError with every problem.
-
-    A prompt is taken as it was typed: what stands in it is no syntax.
-    """
+    """Return the settings. A prompt is taken as it was typed: what stands in it is no syntax. Raises UserError."""
     prompts = [word.removeprefix("prompt=") for word in argv if word.startswith("prompt=")]
     line = read([word for word in argv if not word.startswith("prompt=")], PROGRAM)
     problems = list(line.problems)
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
         problems.append(Problem("prompt has bytes that are no UTF-8"))
         prompts = []
-    config = settings(GenerateConfig, values_of(line.overrides, problems) | {"prompt": prompts}, problems)
+    given = values_of(line.overrides, problems) | {"prompt": prompts}
+    config = parsing.build_with_defaults(GenerateConfig, given, vars(GenerateConfig()), problems)
     if problems := [*problems, *check_generate(config)]:
         raise UserError(problems)
     return config

@@ -55,10 +55,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
-    """Return the program's own arguments (`all`, `steps`, and the `words` of a run), and the runs' configurations.
-
-    Raises UserError with every problem.
-    """
+    """Return the program's own arguments and the runs' configurations. Raises UserError with every problem."""
     typed, words = _parser().parse_known_args(argv)
     typed.words = words
     configs = compose.preflight(words)

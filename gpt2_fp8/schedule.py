@@ -63,10 +63,7 @@ def lines(config: RunConfig) -> Iterator[str]:
 
 
 def plot(configs: Sequence[RunConfig], path: Path) -> None:
-    """Write a PNG with the rate of every step of each run over its tokens; a dotted line marks the end of a warm-up.
-
-    Raises ImportError if matplotlib is not installed, and OSError.
-    """
+    """Write a PNG with each run's rate over its tokens. Raises ImportError without matplotlib, and OSError."""
     from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
 
     from gpt2_fp8.engine.optim import learning_rate_factor

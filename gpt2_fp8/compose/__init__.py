@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import jobs
 from gpt2_fp8.compose.commandline import CommandLine, read
 from gpt2_fp8.compose.composition import conf_dir, open_catalog
-from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
+from gpt2_fp8.compose.jobs import TO_RUN, PlannedJob, Purpose
 from gpt2_fp8.config import own_words, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
@@ -27,7 +27,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import quoted
 from gpt2_fp8.runtime import programs, ranks, registry
 
-__all__ = ["Plan", "Planned", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
+__all__ = ["PlannedJobs", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
            "plan_run", "preflight", "read", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ _READ_BY_RUN = re.compile(
 )
 
 
-class Plan(NamedTuple):
+class PlannedJobs(NamedTuple):
     """A command line that was checked: its jobs, whether they are a sweep's, and its words as Hydra takes them."""
 
-    jobs: list[Planned]
+    jobs: list[PlannedJob]
     multirun: bool
     words: list[str]
 
 
-def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
+def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> PlannedJobs:
     """Check every job of a command line. Raises UserError with every problem, each once."""
     problems = list(line.problems)
     with open_catalog(line.config_name) as catalog:
@@ -55,10 +55,10 @@ def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
         words = [*line.flags, *(catalog.as_hydra_takes(override) for override in line.overrides)]
     if problems:
         raise UserError(problems)
-    return Plan(planned, request.multirun, words)
+    return PlannedJobs(planned, request.multirun, words)
 
 
-def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], Any]) -> Plan:
+def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], Any]) -> PlannedJobs:
     """Check the command line of one process of a run. Raises UserError with everything that is wrong with it.
 
     `lasting`: the name for a run whose batch job SLURM may start again. `rendezvous` imports torch and returns
@@ -84,7 +84,7 @@ def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], An
     return found
 
 
-def _name(found: Plan, line: CommandLine, lasting: str | None) -> Plan:
+def _name(found: PlannedJobs, line: CommandLine, lasting: str | None) -> PlannedJobs:
     """Add the lasting name to the words, if the jobs took it."""
     given = any(override.key_or_group == "run_name" for override in line.overrides)
     if lasting is not None and not given and any(config.run_name == lasting for config, _ in found.jobs):
@@ -99,20 +99,17 @@ def _say(text: str) -> None:
 
 
 def preflight(argv: list[str], purpose: Purpose = TO_RUN) -> list[RunConfig]:
-    """Return the configurations that a command line (without the program's name) asks for.
-
-    There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
-    """
+    """Return the configuration of each job of a command line. Raises UserError with every problem."""
     return [job.config for job in plan(read(argv), purpose).jobs]
 
 
 def help_text(line: CommandLine) -> str:
     """Return the text of `--help`, with the groups of the user's own folder."""
     template = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["help"]["template"]
-    with open_catalog() as catalog:
-        catalog.add_folders([line.config_dir] if line.config_dir else [])
-        groups = [f"{group}: {', '.join(catalog.get_group_options(group))}\n" for group in sorted(catalog.groups)]
-    return str(template).replace("$APP_CONFIG_GROUPS", "".join(groups))
+    folders = [conf_dir(), *([Path(line.config_dir)] if line.config_dir else [])]
+    choices = sorted({(file.parent.name, file.stem) for folder in folders for file in folder.glob("*/*.yaml")})
+    groups = {group: ", ".join(name for of, name in choices if of == group) for group, _ in choices if group != "hydra"}
+    return str(template).replace("$APP_CONFIG_GROUPS", "".join(f"{group}: {groups[group]}\n" for group in groups))
 
 
 def look_only(line: CommandLine) -> list[str]:

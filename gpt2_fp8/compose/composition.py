@@ -61,10 +61,7 @@ def open_catalog(config_name: str = "config", folder: Path | None = None) -> Ite
 
 
 class Catalog:
-    """The choices there are, and their composition.
-
-    Hydra's override parser calls `get_group_options`, to learn what `glob(...)` matches.
-    """
+    """The choices there are, and their composition. Hydra's parser asks `get_group_options` for what a glob matches."""
 
     def __init__(self, loader: ConfigLoader, config_name: str):
         self._loader, self.config_name = loader, config_name
@@ -108,10 +105,7 @@ class Catalog:
         return [Problem(*unknown_choice("--config-name", asked, names))]
 
     def compose(self, words: list[str]) -> DictConfig:
-        """Compose the whole configuration, Hydra's own node included. The same words soon after give the same object.
-
-        Raises UserError if Hydra does not take the words, or if a file names code for Hydra to call.
-        """
+        """Compose everything, with Hydra's own node. The same words soon after give the same object."""
         return self._remembered(*words)
 
     def _compose(self, *words: str) -> DictConfig:
@@ -174,7 +168,6 @@ def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iter
 
 
 def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
-    """Find what is wrong with a choice from a group."""
     group, word = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
         near = near_names(group, catalog.groups, 1) or catalog.groups
@@ -197,7 +190,7 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
 
 
 @contextmanager
-def resolving() -> Iterator[None]:
+def refusing_unresolved() -> Iterator[None]:
     """Raise a UserError for a `${...}` that cannot be resolved."""
     try:
         yield
@@ -205,8 +198,8 @@ def resolving() -> Iterator[None]:
         raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
-    with resolving():
+    with refusing_unresolved():
         values = {str(key): cfg[key] for key in cfg if key != "hydra"}
         return {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in values.items()}

@@ -72,13 +72,6 @@ def _start(override: Override) -> Override:
     return parsed(f"{override.get_key_element()}={sweep.start}") if isinstance(sweep, IntervalSweep) else override
 
 
-def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
-    """Give a job's configuration its number and what `now` has said, as Hydra's launcher does."""
-    with read_write(cfg.hydra), open_dict(cfg.hydra):
-        cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
-    OmegaConf.copy_cache(from_config=whole, to_config=cfg)
-
-
 def take() -> Path | None:
     """Return the folder of the sweep that has begun in this process, once; None if there was none."""
     return _begun.pop() if _begun else None
@@ -133,10 +126,7 @@ def check_joblib(config: RunConfig) -> Iterator[Problem]:
 
 
 def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]] | None) -> None:
-    """Decide how many jobs run at the same time, tell joblib, log it, and hold signals for the jobs.
-
-    `folder`: the sweep's. `words`: those of each job; None if the sweeper chooses them while it runs.
-    """
+    """Decide how many jobs run at a time, tell joblib and the log, and hold signals. `words`: each job's, if known."""
     from joblib import cpu_count  # it knows a container's share too
 
     on_cpu = OmegaConf.select(config, "trainer.accelerator", throw_on_missing=False) == "cpu"
@@ -211,10 +201,7 @@ def check_slurm(
 
 
 def wait_for_jobs(folder: Path) -> None:
-    """Wait until every job of the sweep in `folder` has ended; at once if SLURM has none of it.
-
-    The launcher stops waiting at the first job that was killed.
-    """
+    """Wait until SLURM has ended every job of a sweep: the launcher stops waiting at the first that was killed."""
     names = sorted(path.parent.name for path in (folder / ".submitit").glob("*/*_submitted.pkl"))
     if names:
         from submitit import SlurmJob

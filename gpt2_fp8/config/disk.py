@@ -14,10 +14,7 @@ from gpt2_fp8.config.keys import show
 
 
 def find(pattern: str) -> list[Path]:
-    """Find what has this name, or else what matches it as a glob (`**` goes into folders).
-
-    Returns files and anything else, sorted.
-    """
+    """Find what has this name, or else what matches it as a glob (`**` goes into folders), sorted."""
     path = Path(pattern).expanduser()
     return [path] if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
 

@@ -26,22 +26,12 @@ class Problem(NamedTuple):
 
 
 class RunError(Exception):
-    """An expected end of a run.
-
-    The process returns `exit_code`. `summary.json` says `status`.
-
-    Args:
-        message: what has happened.
-        lead: what stands between that and how the run goes on, which its end knows (`tell`); None: it does not.
-
-    Attributes:
-        told: whether rank 0 says it, so that no other rank has to.
-    """
+    """An expected end of a run. The process returns `exit_code`, and `summary.json` says `status`."""
 
     exit_code = 1
     status = "failed"
-    lead: str | None = None
-    told = False
+    lead: str | None = None  # what stands between the message and how the run goes on; None: nobody knows that
+    told = False  # whether rank 0 says it, so that no other rank has to
 
     def __init__(self, message: str, lead: str | None = None):
         super().__init__(message)

@@ -66,10 +66,7 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
 
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
-    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again.
-
-    Where its schedule has ended, the learning rate stays as it was at the end, unless that is 0.
-    """
+    """Return the words that let a run go on for as long again, at the rate with which its schedule has ended."""
     trainer, optim, words = config.trainer, config.optim, []
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
     for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])]):

@@ -123,9 +123,8 @@ def _check_out(out: str | None, **read: str | None) -> Iterator[Problem]:
     if out is None:
         return
     path = Path(out).expanduser()
-    if replaced := [
-        key for key, file in read.items() if file and path.absolute() == Path(file).expanduser().absolute()
-    ]:
+    replaced = [key for key, file in read.items() if file and path.absolute() == Path(file).expanduser().absolute()]
+    if replaced:
         yield Problem(f"out={show(out)}: would replace the file of {replaced[0]}")
     elif not out.strip() or path.is_dir():
         yield Problem(f"out={show(out)}: no name of a file")
@@ -145,11 +144,7 @@ def beginnings(config: GenerateConfig, problems: list[Problem]) -> list[str]:
 
 
 def _read_lines(key: str, file: str, parse: Callable[[str], T], problems: list[Problem]) -> list[T]:
-    """Return what `parse` makes of each line that is not blank.
-
-    What is wrong is added to `problems`, by the line's number. Lines end in a line break alone, since a text in JSON
-    may have other characters that end one, and joined files have byte order marks at inner lines too.
-    """
+    """Return what `parse` makes of each line that is not blank; adds what is wrong to `problems`, by its number."""
     found, before = [], len(problems)
     for number, line in enumerate(disk.read_text(key, file, problems).split("\n"), 1):
         try:

@@ -10,15 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gpt2_fp8.config.data_schema import (
-    FileOrHubData,
-    FilesData,
-    HubData,
-    MixtureData,
-    RegisteredData,
-    StdlibData,
-    TokenFilesData,
-)
+from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.config.keys import Amount, Count, Part, Positive, Range, Seed, Sequences, Share, Steps, Tokens
 
 Recompute = Literal["none", "mlp", "full"]
@@ -62,9 +54,8 @@ class PlainPrecisionConfig:
     """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
 
     name: Literal["fp32", "bf16"]
-    backend: Literal[
-        "auto", "fused", "te", "torchao", "reference", "emulated"
-    ]  # what computes it; auto: reference, plain torch (compiled)
+    # what computes it; auto: reference, plain torch (compiled)
+    backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +270,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | RegisteredRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
+    data: TextOfARun
     optim: OptimConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)

@@ -103,10 +103,7 @@ def collect(say: Callable[[str], None]) -> Facts:
 
 
 def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the answers of the child's parts, and why the others have none.
-
-    If the child crashes in a part, another one is started for those after it.
-    """
+    """Return the answers of the child's parts, and why others have none. After a crash a new child has the rest."""
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
     while parts and "torch" not in failed:  # all others import it too

@@ -56,10 +56,7 @@ class Job:
 
 
 def read(folder: Path) -> list[Job]:
-    """Return the jobs in a sweep's folder, best first: all that are there, and those that the plan still lacks.
-
-    Raises OSError if the folder cannot be read.
-    """
+    """Return the jobs in a sweep's folder, best first, and those that its plan still lacks. Raises OSError."""
     jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder)]
     ran = {frozenset(job.words) for job in jobs}
     planned = None
