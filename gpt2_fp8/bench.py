@@ -90,7 +90,6 @@ def help_text() -> str:
 
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
-    """Return the settings, the cases and the device. Raises UserError."""
     if found := disk.check_folder(FOLDER, "outputs/bench"):
         raise UserError(found)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))

@@ -132,7 +132,6 @@ def _has_gpu(facts: Facts) -> bool:
 
 
 def _units(facts: Facts) -> tuple[int, int] | None:
-    """Return the compute capability of the GPU that a run takes."""
     return parse_version(facts.capability or (facts.gpus[0][1] if facts.gpus else None))
 
 

@@ -92,7 +92,6 @@ def help_text() -> str:
 
 
 def _describe(results: dict[str, Any]) -> list[str]:
-    """Return the lines that are printed."""
     reason = f" instead of {results['asked']}: {results['reason']}" if results["reason"] else ""
     apart = "" if results["evaluation"] == results["precision"] else f", evaluation {results['evaluation']}"
     said = [
@@ -205,8 +204,7 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
 def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     """Return a configuration as one that only validates, on one device. `typed`: what the command line sets.
 
-    Whatever it would save, log, call or begin from is left out; so is code that the checkpoint names, which only the
-    command line may, and the graphs of a step's micro-batches, which not every precision has. It evaluates in FP8 if
+    It saves, logs, calls and begins from nothing; `plugins` are those of the command line alone. It evaluates in FP8 if
     words have named how: a precision, its layers, a recipe.
     """
     trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)

@@ -36,7 +36,6 @@ def main(argv: list[str]) -> None:
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
-    """Find what is wrong with the paths."""
     if why := why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):

@@ -61,7 +61,6 @@ def _config(source: Path, words: list[str]) -> RunConfig:
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
-    """Find what is wrong with the paths."""
     if not hf_config.is_folder(source):
         what = f"has no {hf_config.CONFIG}" if os.path.isdir(source) else "is no folder"
         yield Problem(f"{source} {what}", "give a folder as save_pretrained of transformers writes it")

@@ -128,10 +128,9 @@ def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
 
 
 def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None = None) -> RunConfig:
-    """Build the configuration of a job that Hydra composed, which `plan` has checked.
+    """Build the configuration of a job that Hydra composed, which `plan` has checked. Raises UserError.
 
-    A warm-up and a micro-batch that are not among the keys `typed` are fitted to the run, and the log says so. `own` is
-    the run's folder if a launcher has started it again: it continues from there. Raises UserError with every problem.
+    What of it is not `typed` is fitted to the run. `own`: its folder, if a launcher has started it again.
     """
     config, found = parsing.build(RunConfig, OmegaConf.to_container(cfg, resolve=True))
     if config is None:
@@ -139,8 +138,9 @@ def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None 
     before, config = config, run_length.fit_schedule(config, typed)
     config = jobs.fit_processes(config, ranks.current(), typed)
     if ranks.is_first_rank():
-        fitted = run_length.describe_schedule(before.optim, config), run_length.describe_micro_batch(before, config)
-        for text in (line for lines in fitted for line in lines):
+        for text in run_length.describe_schedule(before.optim, config):
+            log.info(text)
+        for text in run_length.describe_micro_batch(before, config):
             log.info(text)
     return config if own is None else jobs.continue_from(config, own)
 
@@ -148,27 +148,24 @@ def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None 
 def load_config(*words: str) -> RunConfig:
     """Compose the configuration of a script or a notebook that brings its own Lightning Trainer.
 
-    Args:
-        words: what `python -m gpt2_fp8.run` would be given on its command line: choices and values, such as
-            `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
-
-    Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
-    only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
+    `words` are what `python -m gpt2_fp8.run` would be given, as `"model=gpt2"`; `"-cd", FOLDER` adds settings of your
+    own. Raises UserError with every problem at once, also for keys that only the program reads, an `auto` that only
+    the program decides, and last for a plugin that cannot be imported.
     """
     line = read(list(words))
     keys = {word.key_or_group: str(word.input_line) for word in line.overrides}
     problems = [_read_by_run(word) for key, word in keys.items() if _READ_BY_RUN.match(key)]
     if line.multirun or line.shows:
-        problems.append(Problem("-m: load_config gives one configuration, and takes no flag that shows something"))
+        raise UserError.of("-m: load_config gives one configuration, and takes no flag that shows something")
     try:
-        (config,) = [job.config for job in plan(line).jobs] if not line.multirun else [None]
+        config = plan(line).jobs[0].config
     except UserError as error:
         raise UserError([*problems, *error.problems]) from None
-    if config is not None:  # a choice of several keys (`debug=fdr`) may have set them
-        problems += [_read_by_run("micro_batch_size=auto")] if config.micro_batch_size == "auto" else []
-        values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
-        problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
-    if problems or config is None:
+    if config.micro_batch_size == "auto":  # a choice of several keys (`debug=fdr`) may have set it
+        problems.append(_read_by_run("micro_batch_size=auto"))
+    values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
+    problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
+    if problems:
         raise UserError(problems)
     registry.load(config.plugins, Path.cwd())
     return config

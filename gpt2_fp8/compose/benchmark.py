@@ -137,21 +137,16 @@ def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[P
 def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> dict[str, list[str]]:
     """Return the words of each row of the file that `key` names, by name. Adds what is wrong to `problems`."""
     rows: dict[str, list[str]] = {}
-    before = len(problems)
-    for number, line in enumerate(disk.read_text(key, file, problems).splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, colon, rest = (part.strip() for part in line.partition(":"))
-        try:
-            if not colon or not name or not name.isprintable():
-                raise ValueError("it has no name before a colon")
-            if name in rows:
-                raise ValueError(f"a row above has the name {show(name)}")
-            rows[name] = shlex.split(rest, comments=True)
-        except ValueError as error:  # also shlex's
-            problems.append(Problem(f"{key}={show(file)}, line {number}: {error}", FORM))
-    if not rows and len(problems) == before:
-        problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
+
+    def add(line: str) -> None:
+        name, colon, words = (part.strip() for part in line.partition(":"))
+        if not colon or not name or not name.isprintable():
+            raise ValueError("it has no name before a colon")
+        if name in rows:
+            raise ValueError(f"a row above has the name {show(name)}")
+        rows[name] = shlex.split(words, comments=True)
+
+    disk.read_lines(key, file, add, problems, FORM, comment="#")
     return rows
 
 
@@ -196,7 +191,6 @@ def _applies(word: Override, precision: str, recipe: str) -> bool:
 
 
 def _read_cases(bench: BenchConfig, file: str, given: list[Override], problems: list[Problem]) -> list[_Case]:
-    """Return a case for each row of a file."""
     first, cases = [f"model={bench.model[0]}" if bench.model else "", *(str(word.input_line) for word in given)], []
     for name, typed in read_rows(file, problems).items():
         words, found = parse(typed)

@@ -122,10 +122,7 @@ def unforced(words: Iterable[str]) -> list[str]:
 
 
 def _spelled(words: list[str], schema: type) -> list[str]:
-    """Return the words in Hydra's spelling.
-
-    `group=null` and `~group` may mean the choice of nothing. The value of a text key is text, however it looks.
-    """
+    """Return the words in Hydra's spelling: the choice of nothing may be `group=null`, and text is text as it looks."""
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")

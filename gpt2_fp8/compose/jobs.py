@@ -265,10 +265,7 @@ def continue_from(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alone: bool = True) -> Iterator[Problem]:
-    """Find numbers of processes that the launcher has not started, and nodes without a launcher.
-
-    `config` is as it was composed. A run that is not `alone` is a job of a sweep, whose launcher may start nodes.
-    """
+    """Find numbers of processes that the launcher has not started, and nodes of a run `alone` without a launcher."""
     options = config.trainer
     if place.launcher is None:
         if alone and options.num_nodes > 1:

@@ -1,12 +1,9 @@
 """The jobs of a sweep, the note that Hydra begins it, and who runs them: this process, joblib or SLURM.
 
-Hydra tells a callback that a sweep begins. It does not tell one that a sweep has ended if a job has failed or a signal
-came. So the program writes the table itself, from what is noted here.
-
-joblib (`hydra/launcher=joblib`) gives the queue and its workers. Each worker runs a job in a process of its own, on a
-GPU of its own (`train/sweep_job.py`). Ctrl-C reaches a whole process group, and would tear down the workers while their
-jobs save. So only the first process acts on signals, and the workers read from a file in the sweep's folder that they
-are to stop. SLURM (`hydra/launcher=slurm`) runs the jobs as one array.
+Hydra does not tell a callback that a sweep has ended if a job has failed or a signal came. So the program writes the
+table itself, from what is noted here. With `hydra/launcher=joblib`, each of joblib's workers runs a job in a process of
+its own, on a GPU of its own (`train/sweep_job.py`). Ctrl-C would reach the workers while their jobs save, so only the
+first process acts on signals, and tells the workers by a file. `hydra/launcher=slurm` runs the jobs as one array.
 """
 
 from __future__ import annotations
@@ -49,10 +46,7 @@ def _is_basic(sweeper: DictConfig) -> bool:
 
 
 def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override]]:
-    """Return the words of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
-
-    Another sweeper chooses combinations while it runs: of that one, the first values are one job. Raises UserError.
-    """
+    """Return the words of each job, as Hydra's basic sweeper forms them, or another's first job. Raises UserError."""
     last = {(override.key_or_group, override.package): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
     swept = [override for override in last.values() if override.is_sweep_override()]
@@ -179,11 +173,7 @@ def is_slurm(cfg: DictConfig) -> bool:
 def check_slurm(
     whole: DictConfig, configs: Sequence[RunConfig], multirun: bool, begins: bool = False
 ) -> Iterator[Problem]:
-    """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
-
-    `configs`: the jobs. `multirun`: whether they are a sweep's. `begins`: it is sent from here, so SLURM is
-    to be here. Yields nothing for another launcher.
-    """
+    """Find what SLURM cannot run as one array. `whole`: what all jobs have. `begins`: whether it is sent from here."""
     if not is_slurm(whole):
         return
     if not multirun:

@@ -111,10 +111,7 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 
 
 def why_not_asked(config: RunConfig) -> str | None:
-    """Return why no machine can compute a run with the backend that it asks for; None if one may.
-
-    Of `auto` in FP8 it is Transformer Engine's reason; the emulated layers are taken only if they are asked for.
-    """
+    """Return why no machine can compute a run, of `auto` for Transformer Engine's reason; None if one may."""
     if config.precision.backend != "auto":
         return WHY_NOT[config.precision.backend](config)
     if not isinstance(config.precision, FP8PrecisionConfig):

@@ -78,7 +78,6 @@ def _vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_effect(config: RunConfig) -> Iterator[Problem]:
-    """Find keys of the schedule and of the trainer that do nothing beside others."""
     optim, trainer = config.optim, config.trainer
     if optim.schedule == "constant" and optim.min_lr_ratio != 1:
         reason = "the rate stays at the peak after the warm-up"

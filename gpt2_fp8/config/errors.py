@@ -12,10 +12,7 @@ from gpt2_fp8.config.shown import line
 
 
 class Problem(NamedTuple):
-    """One thing wrong with what the user asked for: what, perhaps in a second line what to type, and the keys of it.
-
-    A problem that only follows from another one is found by its keys, and left unsaid.
-    """
+    """What is wrong with what the user asked for, perhaps what to type instead, and the keys that it is about."""
 
     cause: str
     remedy: str = ""

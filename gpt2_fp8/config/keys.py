@@ -87,7 +87,6 @@ def kind_of(hint: Any) -> Kind:
 
 
 def _annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a type, and what `Annotated` says of it."""
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 

@@ -50,11 +50,7 @@ def added(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
 
 
 def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> str:
-    """Say how the run in `folder` goes on after it has ended early, with the words that name it.
-
-    `here`: where the command was typed. `saved`: whether the folder has a checkpoint. `in_sweep`: it is one of the
-    folders of a sweep, which is named. Where a word has named the job's folder, `run_name` may differ between jobs.
-    """
+    """Say how the run in `folder` goes on after an early end. `in_sweep`: its sweep's folder is named, not its own."""
     if not saved:
         return "nothing was saved, and the same command begins again"
     if in_sweep:
@@ -82,7 +78,6 @@ def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[s
 
 
 def _placed(folder: Path, here: Path) -> list[str]:
-    """Return the words that give a run its folder."""
     if folder.parent == here / "outputs":
         return [setting("run_name", folder.name)]
     return [setting("hydra.run.dir", str(as_typed(folder, here)))]

@@ -1,8 +1,7 @@
 """From a plain nested dictionary to dataclasses, strictly: every problem is collected, and nothing is guessed.
 
 It knows bool, int, float, str, None, Literal, list, dict, dataclasses, and unions of these. The dataclasses of a union
-are distinguished by their tag (`name` or `kind`), the one field that is a Literal in all of them. `Annotated` may give
-a number's range, and any key's meaning.
+are distinguished by their tag (`name` or `kind`), the one field that is a Literal in all of them.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class _Builder:
         return self._refuse(kind, value, path)
 
     def _in_range(self, range_: Range, value: Any, path: str) -> Any:
-        """Return a value of the right type if it, or each item of a list, is in range."""
         for item in value if isinstance(value, list) else (value,):
             if reason := range_.why_not(item):
                 return self._bad(path, f"{path}={show(value)}: {reason}")

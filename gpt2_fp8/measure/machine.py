@@ -172,7 +172,6 @@ def _output(*command: str) -> tuple[str, str | None]:
 
 
 def _on_bus() -> bool:
-    """Return whether an NVIDIA display controller is on the PCI bus."""
     with suppress(OSError):
         for device in Path("/sys/bus/pci/devices").glob("*"):
             if (device / "vendor").read_text() == "0x10de\n" and (device / "class").read_text().startswith("0x03"):

@@ -56,14 +56,9 @@ def test_bf16_in_place_of_fp8_is_no_baseline():
     assert case_rows([fell_back])[0]["note"] == "ran bf16: no FP8 here"
 
 
-def test_kernels_beyond_the_first_are_one_row():
+def test_kernels_beyond_the_first_are_one_row_and_waits_another():
     kernels = [Kernel(name=f"k{i}", milliseconds=4 - i, share=(4 - i) / 10, calls=1) for i in range(4)]
+    kernels.insert(1, Kernel(name=WAITS, milliseconds=2, share=0.25, calls=3))
     rows = kernel_rows(Result(status="ok", profile=kernels), count=2)
-    assert [row["kernel"] for row in rows] == ["k0", "k1", "2 others"]
-    assert (rows[-1]["ms"], rows[-1]["share"], rows[-1]["calls"]) == ("3.000", "30.0%", 2)
-
-
-def test_what_a_gpu_waits_between_kernels_is_a_row_of_its_own():
-    kernels = [Kernel(name=name, milliseconds=2, share=0.25, calls=3) for name in ("k0", WAITS, "k1", "k2")]
-    rows = kernel_rows(Result(status="ok", profile=kernels), count=1)
-    assert [(row["kernel"], row["calls"]) for row in rows] == [("k0", 3), ("2 others", 6), (WAITS, 3)]
+    assert [(row["kernel"], row["calls"]) for row in rows] == [("k0", 1), ("k1", 1), ("2 others", 2), (WAITS, 3)]
+    assert (rows[2]["ms"], rows[2]["share"]) == ("3.000", "30.0%")
