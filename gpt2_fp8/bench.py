@@ -3,9 +3,7 @@
     python -m gpt2_fp8.bench
     python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.recipe=[delayed,current]'
 
-Bad input is refused before torch is imported. Exit codes: 0 done; 1 no case finished, or the files could not be
-written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 141 the reader of its output has ended
-(`| head`). What was measured until then is written.
+Bad input is refused before torch is imported. What was measured until a stop is written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Runs compared: losses at equal tokens, time to equal loss, throughput, memory, and whether FP8 is as good as bf16.
 
-    python -m gpt2_fp8.compare outputs/my_sweep
-    python -m gpt2_fp8.compare runs=[outputs/a,outputs/b] --base bf16
-
-Exit codes: 0 done, 1 the files could not be written, 2 the input, 130 stopped by SIGINT.
+python -m gpt2_fp8.compare outputs/my_sweep
+python -m gpt2_fp8.compare runs=[outputs/a,outputs/b] --base bf16
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m gpt2_fp8.doctor --json > report.json
 
 Rules say what the recorded facts mean, in the order in which a person would mend them, so that they can be tried on
-machines that nobody here has. Exit codes: 0 FP8 works, 5 it cannot, 2 the input, 130 stopped by SIGINT.
+machines that nobody here has.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The evaluation of a trained model: loss, perplexity and bits per byte on any text, in any precision.
 
-    python -m gpt2_fp8.evaluate ckpt_path=outputs/first
-    python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=text_files data.train_files='[corpus/*.txt]' precision=fp32
-
-Exit codes: 0 done; 1 the results could not be written; 2 the input; 3 the loss is not finite; 4 the source of the text
-was lost; 130 stopped by SIGINT; 141 the reader of its output has ended.
+python -m gpt2_fp8.evaluate ckpt_path=outputs/first
+python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=text_files data.train_files='[corpus/*.txt]' precision=fp32
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from gpt2_fp8.compose.composition import Catalog, open_catalog
 from gpt2_fp8.config import checks, data_schema, parsing, tokenizer_file
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import either, near_names, show
+from gpt2_fp8.config.keys import either, near_names, show, value_of
 from gpt2_fp8.config.programs import EvaluateConfig, check_evaluate
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
@@ -144,7 +141,11 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
         _choose(choices, catalog, plain, problems)
     values = values_of([word for word in request.words if word not in choices], problems)
     for key, value in values.items():
-        if not (_takes(key) and _put(plain, key, value)):
+        above, _, last = key.rpartition(".")
+        place = value_of(plain, above) if above else plain
+        if _takes(key) and isinstance(place, dict):
+            place[last] = value
+        else:
             near = either(near_names(key, [*_OWN, *GROUPS, *KEYS]))
             cause = f"{key}={show(value)}: this is no key of an evaluation"
             problems.append(Problem(cause, f"did you mean {near}?" if near else ""))
@@ -185,20 +186,8 @@ def _choose(choices: list[Override], catalog: Catalog, plain: dict[str, Any], pr
     if any(word.key_or_group == "trainer" for word in taken):
         plain["trainer"]["accelerator"] = composed["trainer"]["accelerator"]
     tokenizer = next(iter(before.get("sources", {"": before}).values()))["tokenizer"]
-    for source in plain["data"].get("sources", {"": plain["data"]}).values() if plain["data"] is not before else ():
+    for source in plain["data"].get("sources", {"": plain["data"]}).values():
         source["tokenizer"] = tokenizer
-
-
-def _put(plain: dict[str, Any], key: str, value: Any) -> bool:
-    """Set a value; returns False if there is no place for it."""
-    *above, last = key.split(".")
-    node: Any = plain
-    for part in above:
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        return False
-    node[last] = value
-    return True
 
 
 def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:

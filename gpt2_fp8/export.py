@@ -1,9 +1,7 @@
 """The export: a checkpoint's weights as a Hugging Face folder, for transformers and all that reads its folders.
 
-    python -m gpt2_fp8.export outputs/first exported
-    python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --license apache-2.0
-
-Exit codes: 0 done, 1 the folder could not be written, 2 the input, 130 stopped by SIGINT.
+python -m gpt2_fp8.export outputs/first exported
+python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --license apache-2.0
 """
 
 from __future__ import annotations

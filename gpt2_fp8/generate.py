@@ -1,9 +1,6 @@
 """Text from a trained model, token by token, with a cache of keys and values.
 
-    python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
-
-Bad input is refused before torch is imported where it can be known. Exit codes: 0 done; 1 the file could not be
-written; 2 the input; 130 stopped by SIGINT; 141 the reader of its output has ended (`| head`).
+python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -m gpt2_fp8.import_hf Llama-3.2-1B imported
     python -m gpt2_fp8.import_hf gpt2-folder imported data.tokenizer=gpt2
 
-A run may begin with the folder itself, by init_from=FOLDER. Exit codes: 0 done, 1 the checkpoint could not be written,
-2 the input, 130 stopped by SIGINT.
+A run may begin with the folder itself, by init_from=FOLDER.
 """
 
 from __future__ import annotations

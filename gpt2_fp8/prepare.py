@@ -3,8 +3,7 @@
     python -m gpt2_fp8.prepare model=gpt2 data=fineweb data.cache_dir=cache data.num_workers=16
     python -m gpt2_fp8.prepare --all data=text_files data.train_files='[corpus/*.jsonl]' data.cache_dir=cache
 
-Exit codes: 0 done; 1 the cache could not be written; 2 the input; 4 the source of the text was lost; 130 stopped by
-SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT. The same command goes on where it was stopped.
+The same command goes on where it was stopped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The learning rate of a run, step by step, before it is started: a table and a picture.
 
-    python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
-    python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
-
-Exit codes: 0 done, 1 the picture could not be written, 2 the input, 4 the text could not be counted, 130 SIGINT.
+python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
+python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The table of a sweep, made again from what its jobs have left.
 
-    python -m gpt2_fp8.table outputs/my_sweep
-
-Exit codes: 0 done, 1 the files could not be written, 2 the input, 130 stopped by SIGINT.
+python -m gpt2_fp8.table outputs/my_sweep
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ from gpt2_fp8.config.shown import line
 BENCH = "bench"  # bench.yaml has the benchmark's settings, and is no run
 _REMEMBERED = 64  # compositions
 _LATE = ("logger.wandb.", "logger.mlflow.", "tags.", "data.")  # keys that are there only after a choice or a word
-_CHOSEN_BY_GROUP = {
-    "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
-}  # fmt: skip
+_TAGS = ("precision.name", "recipe.name", "data.kind", "optimizer.name")  # chosen with their whole group
 _SOURCE = re.compile(r"data\.sources\.\w+")  # where a choice of `data` may be placed too
 # What Hydra itself instantiates: its plug-ins, and this program's own callback.
 _TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweeps\.SweepStart$")
@@ -163,8 +161,8 @@ def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iter
         yield from _check_group(override, values, catalog)
     elif override.is_delete() and not override.is_hydra_override():
         yield Problem(f"{word}: every key has a value", f"{key}=null, where null is allowed")
-    elif key in _CHOSEN_BY_GROUP:
-        yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}=CHOICE")
+    elif key in _TAGS:
+        yield Problem(f"{word}: this is chosen with the whole group", f"{key.partition('.')[0]}=CHOICE")
 
 
 def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
