@@ -36,7 +36,9 @@ def main(argv: list[str]) -> None:
         why = f"{', '.join(map(str, tops))}: {len(found)} runs can be read, and it takes two"
         raise UserError.of("; ".join([why, *left_out[:3]]), "give a second run's folder, or that of a sweep")
     each = runs.conditions(found)
-    compared = comparison.compare(each, runs.base_of(each) if asked.base is None else runs.named(asked.base, each))
+    compared = comparison.compare(
+        each, runs.base_of(each) if asked.base is None else runs.find_condition(asked.base, each)
+    )
     figures = comparison.figures(compared, left_out)
     new = Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = asked.out or (tops[0] if len(tops) == 1 else new)

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     facts = machine.collect(_say)
     if not arguments.quick and verdict(facts, findings(facts))[0]:
-        facts = replace(facts, steps=machine.measured(_say))
+        facts = replace(facts, steps=machine.measure_steps(_say))
     found = findings(facts)
     works, line, remedy = verdict(facts, found)
     if arguments.json:

@@ -48,7 +48,7 @@ def measuring(monkeypatch, facts, steps=STEPS):
     """Have the facts of a machine collected, and note whether steps are measured."""
     asked = []
     monkeypatch.setattr(doctor.machine, "collect", lambda say: facts)
-    monkeypatch.setattr(doctor.machine, "measured", lambda say: asked.append(1) or steps)
+    monkeypatch.setattr(doctor.machine, "measure_steps", lambda say: asked.append(1) or steps)
     return asked
 
 

@@ -98,7 +98,7 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
             if "=" not in word and not word.startswith("~"):
                 raise ValueError("it is not of the form key=value")
             word.encode()  # not possible for bytes that are no UTF-8
-            override = parsed(word)
+            override = parse_override(word)
             if not override.key_or_group:
                 raise ValueError("it has no key in front of =")
             overrides.append(override)
@@ -111,7 +111,7 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
 
 
 @lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
-def parsed(word: str) -> Override:
+def parse_override(word: str) -> Override:
     """Parse one override. Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError."""
     return OverridesParser.create().parse_override(word)
 

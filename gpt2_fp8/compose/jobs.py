@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import composition, sweeps
-from gpt2_fp8.compose.commandline import CommandLine, parse, parsed
+from gpt2_fp8.compose.commandline import CommandLine, parse, parse_override
 from gpt2_fp8.compose.composition import Catalog
 from gpt2_fp8.config import checks, disk, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
@@ -84,7 +84,7 @@ class Request:
             given = any(word.key_or_group == "run_name" for word in self.words)
             sent = sweeps.is_slurm(whole)  # at each turn again, into another folder
             if purpose.name and not given and not sent and _is_named_by_time(whole, self.multirun):
-                self.words.append(parsed(f"run_name={purpose.name}"))
+                self.words.append(parse_override(f"run_name={purpose.name}"))
                 whole = self._whole()
             jobs = self._jobs(whole, problems)
         except UserError as error:  # what all jobs have in common does not compose

@@ -25,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parsed, unforced
+from gpt2_fp8.compose.commandline import parse_override, unforced
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
@@ -56,14 +56,16 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
         words = hydra_private.job_words(swept)
     except HydraException as error:
         raise UserError.of(str(error).splitlines()[0]) from None
-    jobs_ = [[*same, *map(parsed, job)] for job in words]
+    jobs_ = [[*same, *map(parse_override, job)] for job in words]
     return jobs_ if _is_basic(sweeper) else jobs_[:1]
 
 
 def _start(override: Override) -> Override:
     """Return the override; for an interval, which has no end of values, its start."""
     sweep = override.value()
-    return parsed(f"{override.get_key_element()}={sweep.start}") if isinstance(sweep, IntervalSweep) else override
+    return (
+        parse_override(f"{override.get_key_element()}={sweep.start}") if isinstance(sweep, IntervalSweep) else override
+    )
 
 
 def take() -> Path | None:
@@ -98,7 +100,7 @@ def _words(config: DictConfig) -> list[list[str]] | None:
         return None
     words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${...} is each job's own
-    overrides = [parsed(word) for word in [*words, *typed]]
+    overrides = [parse_override(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
     return list(map(unforced, hydra_private.job_words(overrides)))

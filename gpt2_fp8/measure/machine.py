@@ -118,7 +118,7 @@ def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return answers, failed
 
 
-def measured(say: Callable[[str], None]) -> dict[str, Step]:
+def measure_steps(say: Callable[[str], None]) -> dict[str, Step]:
     """Measure training steps in FP8 and in bf16, each in a process of its own."""
     found = {}
     for precision, words in (("fp8_hybrid", ["precision.fallback=error"]), ("bf16", ["compile=true"])):

@@ -211,7 +211,7 @@ def base_of(each: Sequence[Condition]) -> Condition:
     return min(each, key=lambda condition: (condition.fp8, condition.runs[0].ran != "bf16"))
 
 
-def named(name: str, each: Sequence[Condition]) -> Condition:
+def find_condition(name: str, each: Sequence[Condition]) -> Condition:
     """Return the condition of this name, or the only one whose name begins with it. Raises UserError."""
     for found in ([one for one in each if one.name == name], [one for one in each if one.name.startswith(name)]):
         if len(found) == 1:

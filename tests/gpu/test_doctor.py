@@ -55,7 +55,7 @@ def test_what_is_said_is_what_a_run_does(report, recipe, backend):
 
 
 def test_a_step_in_fp8_has_a_time():
-    step = machine.measured(print)["fp8_hybrid"]
+    step = machine.measure_steps(print)["fp8_hybrid"]
     assert step.problem is None
     assert step.backend == ("fused" if HOPPER else "te")
     assert step.milliseconds
