@@ -38,4 +38,4 @@ class Parser(argparse.ArgumentParser):
         rows = benchmark.read_rows(file, problems, "--conditions")
         if problems:
             self.error(str(UserError(problems)))
-        return {row.name: list(row.words) for row in rows}
+        return rows

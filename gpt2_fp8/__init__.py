@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from gpt2_fp8.train.trainer import FolderCheckpointIO as FolderCheckpointIO
 
 __version__ = "0.1.0"
-__all__ = [
-    "FP8Precision",
-    "FolderCheckpointIO",
-    "GPT2Module",
-    "LanguageModel",
-    "TokenDataModule",
-    "build",
-    "load_config",
-]
-
 _PLACES = {
     "load_config": "compose",
     "GPT2Module": "train.module",
@@ -36,6 +26,7 @@ _PLACES = {
     "FolderCheckpointIO": "train.trainer",
     "LanguageModel": "train.language_model",
 }
+__all__ = ["build", *_PLACES]
 
 
 def build(*words: str, **choices: str) -> LanguageModel:

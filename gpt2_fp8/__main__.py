@@ -28,12 +28,12 @@ run's: gpt2-fp8 model=gpt2 data=fineweb."""
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the command's name); returns the exit code."""
     names = programs.names()
-    if not argv or argv in (["-h"], ["--help"], ["help"]):
+    if argv[:1] == ["help"]:  # "gpt2-fp8 help generate", as of git
+        argv = [*argv[1:2], "--help"]
+    if not argv or argv in (["-h"], ["--help"]):
         if ranks.is_first_rank():
             print(listing())
         return 0
-    if argv[0] == "help" and len(argv) == 2:  # "gpt2-fp8 help generate", as of git
-        argv = [argv[1], "--help"]
     if argv[0] in names:
         return _run(argv[0], argv[1:])
     if argv[0].startswith("-") or "=" in argv[0] or argv[0].startswith("~"):
@@ -48,12 +48,10 @@ def main(argv: list[str]) -> int:
 def listing() -> str:
     """Return the text that lists the programs, one a line."""
     rows = programs.table()
-    width = max(map(len, rows))
-    first = "  gpt2-fp8 {:<" + str(width) + "}  "
-    lines = (
-        textwrap.fill(about, 110, initial_indent=first.format(name), subsequent_indent=" " * (width + 13))
-        for name, about in rows.items()
-    )
+    first = {name: f"  gpt2-fp8 {name:<{max(map(len, rows))}}  " for name in rows}
+    lines = [
+        textwrap.fill(f"{first[name]}{rows[name]}", 110, subsequent_indent=" " * len(first[name])) for name in rows
+    ]
     return HELP.format(version=programs.VERSION, programs="\n".join(lines))
 
 

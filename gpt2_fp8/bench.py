@@ -3,19 +3,21 @@
     python -m gpt2_fp8.bench
     python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.recipe=[delayed,current]'
 
-Bad input is refused before torch is imported. Exit codes: 0 done; 1 no case finished, or the files could not be
-written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 141 the reader of its output has ended
-(`| head`). What was measured until then is written.
+Bad input is refused before torch is imported. What was measured until a stop is written.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from dataclasses import asdict
-from datetime import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.compose.benchmark import BenchConfig
 from gpt2_fp8.config import disk
@@ -23,10 +25,10 @@ from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import table
-from gpt2_fp8.measure.case import Case, measure
-from gpt2_fp8.measure.record import Measured, Record, Row, why_not
-from gpt2_fp8.runtime import programs, signals
+from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, measure
+from gpt2_fp8.runtime import programs
 
+Row = dict[str, Any]
 FOLDER = Path("outputs/bench")
 HELP = """\
 Measures full training steps: every combination of the four lists, one process a case, one after the other.
@@ -48,20 +50,10 @@ Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case finished, or 
 could be written; 2 your input; 130, 141, 143 stopped."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handle_signals() as handlers:
-        try:
-            with handlers.at_once():
-                return programs.end(programs.exit_code(lambda: _bench(argv)))
-        except BaseException:  # what was interrupted may have failed for that
-            if handlers.received is None:
-                raise
-            print("stopped", file=sys.stderr)
-        return 128 + handlers.received
-
-
-def _bench(argv: list[str]) -> None:
+@programs.stoppable
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     if programs.answered(argv, help_text):
         return
     bench, configs, device = _request(argv)
@@ -71,12 +63,16 @@ def _bench(argv: list[str]) -> None:
     if device == "cpu":
         why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
         print(f"{why}: this measures the CPU, and says nothing about a GPU.")
-    print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
+    print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {folder}\n")
     try:
         _measure_cases(bench, record, configs)
         record.complete = True
     finally:
-        _end(record)
+        if record.cases:
+            for title, rows in record.tables().items():
+                print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table(rows)}")
+            record.write()
+            print(f"\n{folder}: bench.json, bench.md")
     if not any(measured.result.status == "ok" for measured in record.cases):
         raise RunError("error: no case finished")
 
@@ -92,7 +88,6 @@ def help_text() -> str:
 
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
-    """Return the settings, the cases and the device. Raises UserError."""
     if found := disk.check_folder(FOLDER, "outputs/bench"):
         raise UserError(found)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
@@ -125,14 +120,159 @@ def _measure_cases(bench: BenchConfig, record: Record, configs: list[RunConfig])
         print(told + (f" ({log})" if result.status == "failed" else ""), flush=True)
 
 
-def _end(record: Record) -> None:
-    """Print the tables, write the files, and say where they are."""
-    if not record.cases:
-        return
-    for title, rows in record.tables().items():
-        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table(rows)}")
-    record.write()
-    print(f"\n{record.folder}: bench.json, bench.md")
+# ---- what is written and printed -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case and its result."""
+
+    case: Case
+    result: Result
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration that was trained."""
+        return self.case.config
+
+    @property
+    def work(self) -> tuple[str, int]:
+        """Model and micro-batch: cases with the same work can be compared."""
+        return self.config.model.name, self.config.micro_batch
+
+    @property
+    def recipe(self) -> str | None:
+        """The scaling recipe that was asked for; None if the precision has none."""
+        return self.config.recipe.name if self.config.precision.name.startswith("fp8") else None
+
+
+def ratio(measured: Measured, others: Sequence[Measured]) -> float | None:
+    """Compute tokens per second relative to bf16's on the same work, preferably compiled; None if not measured."""
+    same = [other for other in others if other.work == measured.work and other.result.tokens_per_second]
+    found = [other for other in same if other.config.precision.name == other.result.ran == "bf16"]
+    return times(measured, max(found, key=lambda other: bool(other.result.compiled))) if found else None
+
+
+def times(measured: Measured, base: Measured) -> float | None:
+    """Compute tokens per second relative to those of `base`; None if one of them has no figure."""
+    own, other = measured.result.tokens_per_second, base.result.tokens_per_second
+    return None if own is None or not other else own / other
+
+
+def case_rows(every: Sequence[Measured]) -> list[Row]:
+    """Return a row for each case; a note says what went wrong or ran instead. `bench.rows` has ratios of its own."""
+    rows = []
+    for place, measured in enumerate(every):
+        config, result = measured.config, measured.result
+        micro_batches = config.global_batch_size // config.micro_batch
+        row: Row = {"row": config.notes} if config.notes else {}
+        row |= {
+            "model": config.model.name,
+            "micro-batch": f"{config.micro_batch} x {micro_batches}",
+            "precision": config.precision.name,
+            "recipe": measured.recipe,
+            "optimizer": "" if config.optimizer.name == "adamw" else config.optimizer.name,
+            "layers": result.layers,
+            "attention": result.attention if config.attention != "auto" else "",
+            "tokens/s": _form(result.tokens_per_second, ",.0f"),
+            "slowest": _form(result.slowest, ",.0f"),
+            "fastest": _form(result.fastest, ",.0f"),
+            "x bf16": "" if config.notes else _form(ratio(measured, every), ".3f"),
+            "x first": _form(times(measured, every[0]), ".3f") if config.notes else "",
+            "x before": _form(times(measured, every[max(0, place - 1)]), ".3f") if config.notes and place else "",
+            "mfu_bf16": _form(result.mfu_bf16, ".3f"),
+            "GiB": _form(result.peak_memory_gb, ".1f"),
+            f"loss, step {len(result.losses)}": _form(result.losses[-1] if result.losses else None, ".4f"),
+            "note": _note(result, config.precision.name),
+        }
+        rows.append(row)
+    return rows
+
+
+def why_not(result: Result) -> str:
+    """Say why a case has no figures, and what the user can do about it."""
+    why = f"{result.status}: {result.message}" if result.message else result.status
+    return f"{why} (fix: {result.remedy})" if result.remedy else why
+
+
+def kernel_rows(result: Result, count: int = 15) -> list[Row]:
+    """Return rows of the kernels that a step's time goes to, the longest first, and what a GPU waits between them."""
+
+    def row(name: str, kernels: Sequence[Kernel]) -> Row:
+        time, share, calls = (sum(getattr(k, of) for k in kernels) for of in ("milliseconds", "share", "calls"))
+        return {"ms": f"{time:.3f}", "share": f"{share:.1%}", "calls": calls, "kernel": name}
+
+    kernels = [kernel for kernel in result.profile if kernel.name != WAITS]
+    rows = [row(kernel.name, [kernel]) for kernel in kernels[:count]]
+    if rest := kernels[count:]:
+        rows.append(row(f"{len(rest)} others", rest))
+    return rows + [row(WAITS, [kernel]) for kernel in result.profile if kernel.name == WAITS]
+
+
+def _form(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _note(result: Result, asked: str) -> str:
+    if result.status != "ok":
+        return why_not(result)
+    return f"ran {result.ran}: {result.reason}" if result.reason and result.ran != asked else ""
+
+
+@dataclass
+class Record:
+    """A benchmark's settings by key, and the results so far."""
+
+    folder: Path
+    bench: dict[str, Any]
+    command: str  # that measures the same again
+    cases: list[Measured] = field(default_factory=list)
+    complete: bool = False
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def device(self) -> str | None:
+        """The device that was measured, once a case has named it."""
+        return next((m.result.device for m in self.cases if m.result.device), None)
+
+    def tables(self) -> dict[str, list[Row]]:
+        """Return every table by its title: the cases and their profiles."""
+        found = {"Training steps": case_rows(self.cases)} if self.cases else {}
+        for measured in self.cases:
+            if rows := kernel_rows(measured.result):
+                model, size = measured.work
+                words = [measured.config.precision.name, measured.recipe, measured.result.layers]
+                name = measured.config.notes or ", ".join(filter(None, words))
+                found[f"Kernels of a step: {model}, micro-batch {size} ({name})"] = rows
+        return found
+
+    def write(self) -> None:
+        """Replace `bench.json` and `bench.md` with the results so far. Raises OSError."""
+        versions = next((m.result.versions for m in self.cases if m.result.versions), {})
+        cases = []
+        for measured in self.cases:
+            is_row = bool(measured.config.notes)  # of `bench.rows`
+            relative = times(measured, self.cases[0]) if is_row else ratio(measured, self.cases)
+            told = {"result": asdict(measured.result), "ratio_to_first" if is_row else "ratio_to_bf16": relative}
+            cases.append(asdict(measured.case) | told)
+        found = {
+            "command": self.command, "started": self.started, "complete": self.complete, "device": self.device,
+            "versions": versions, "bench": self.bench, "cases": cases,
+        }  # fmt: skip
+        durable.write_json(self.folder / "bench.json", _finite(found))
+        about = ", ".join(f"{name} {version}" for name, version in versions.items())
+        parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
+        parts += [f"## {title}\n\n{table(rows)}" for title, rows in self.tables().items() if rows]
+        durable.write_text(self.folder / "bench.md", "\n\n".join(filter(None, parts)) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None: JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

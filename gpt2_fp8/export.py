@@ -1,9 +1,7 @@
 """The export: a checkpoint's weights as a Hugging Face folder, for transformers and all that reads its folders.
 
-    python -m gpt2_fp8.export outputs/first exported
-    python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --license apache-2.0
-
-Exit codes: 0 done, 1 the folder could not be written, 2 the input, 130 stopped by SIGINT.
+python -m gpt2_fp8.export outputs/first exported
+python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --license apache-2.0
 """
 
 from __future__ import annotations
@@ -23,12 +21,9 @@ from gpt2_fp8.runtime import programs
 _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _export(argv))
-
-
-def _export(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
     source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
     if problems := list(_problems(source, folder)):
@@ -39,7 +34,6 @@ def _export(argv: list[str]) -> None:
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
-    """Find what is wrong with the paths."""
     if why := why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := disk.check_folder(folder, "FOLDER"):

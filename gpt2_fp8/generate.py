@@ -1,9 +1,6 @@
 """Text from a trained model, token by token, with a cache of keys and values.
 
-    python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
-
-Bad input is refused before torch is imported where it can be known. Exit codes: 0 done; 1 the file could not be
-written; 2 the input; 130 stopped by SIGINT; 141 the reader of its output has ended (`| head`).
+python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
 """
 
 from __future__ import annotations
@@ -14,7 +11,8 @@ import time
 from contextlib import nullcontext
 from typing import IO, TYPE_CHECKING
 
-from gpt2_fp8.compose.commandline import Program, list_keys, read, settings, values_of
+from gpt2_fp8.compose.commandline import Program, list_keys, read, values_of
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.programs import GenerateConfig, check_generate
 from gpt2_fp8.config.shown import counted, harmless
@@ -39,36 +37,11 @@ Examples:
 docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 130, 141 stopped."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    if programs.answered(argv, help_text):
-        return 0
-    return programs.exit_code(lambda: _generate(argv))
-
-
-def help_text() -> str:
-    """Return the text of `--help`."""
-    return HELP.format(keys=list_keys(GenerateConfig))
-
-
-def _settings(argv: list[str]) -> GenerateConfig:
-    """Return the settings of a command line. Raises UserError with every problem.
-
-    A prompt is taken as it was typed: what stands in it is no syntax.
-    """
-    prompts = [word.removeprefix("prompt=") for word in argv if word.startswith("prompt=")]
-    line = read([word for word in argv if not word.startswith("prompt=")], PROGRAM)
-    problems = list(line.problems)
-    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
-        problems.append(Problem("prompt has bytes that are no UTF-8"))
-        prompts = []
-    config = settings(GenerateConfig, values_of(line.overrides, problems) | {"prompt": prompts}, problems)
-    if problems := [*problems, *check_generate(config)]:
-        raise UserError(problems)
-    return config
-
-
-def _generate(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
+    if programs.answered(argv, lambda: HELP.format(keys=list_keys(GenerateConfig))):
+        return
     config = _settings(argv)
     from gpt2_fp8.train.generation import Generation  # imports torch
 
@@ -76,6 +49,21 @@ def _generate(argv: list[str]) -> None:
     print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
     with programs.to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
         _write(ready, len(ready.prompts) * config.samples, file)
+
+
+def _settings(argv: list[str]) -> GenerateConfig:
+    """Return the settings. A prompt is taken as it was typed: what stands in it is no syntax. Raises UserError."""
+    prompts = [word.removeprefix("prompt=") for word in argv if word.startswith("prompt=")]
+    line = read([word for word in argv if not word.startswith("prompt=")], PROGRAM)
+    problems = list(line.problems)
+    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
+        problems.append(Problem("prompt has bytes that are no UTF-8"))
+        prompts = []
+    given = values_of(line.overrides, problems) | {"prompt": prompts}
+    config = parsing.build_with_defaults(GenerateConfig, given, vars(GenerateConfig()), problems)
+    if problems := [*problems, *check_generate(config)]:
+        raise UserError(problems)
+    return config
 
 
 def _write(ready: Generation, count: int, file: IO[str] | None) -> None:

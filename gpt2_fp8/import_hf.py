@@ -3,8 +3,7 @@
     python -m gpt2_fp8.import_hf Llama-3.2-1B imported
     python -m gpt2_fp8.import_hf gpt2-folder imported data.tokenizer=gpt2
 
-A run may begin with the folder itself, by init_from=FOLDER. Exit codes: 0 done, 1 the checkpoint could not be written,
-2 the input, 130 stopped by SIGINT.
+A run may begin with the folder itself, by init_from=FOLDER.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from gpt2_fp8.config.shown import line, setting
 from gpt2_fp8.runtime import programs
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _import(argv))
-
-
-def _import(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
     source, folder = (path.expanduser().absolute() for path in (asked.source, asked.folder))
     if problems := list(_problems(source, folder)):
@@ -64,7 +60,6 @@ def _config(source: Path, words: list[str]) -> RunConfig:
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
-    """Find what is wrong with the paths."""
     if not hf_config.is_folder(source):
         what = f"has no {hf_config.CONFIG}" if os.path.isdir(source) else "is no folder"
         yield Problem(f"{source} {what}", "give a folder as save_pretrained of transformers writes it")

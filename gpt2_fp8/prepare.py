@@ -3,8 +3,7 @@
     python -m gpt2_fp8.prepare model=gpt2 data=fineweb data.cache_dir=cache data.num_workers=16
     python -m gpt2_fp8.prepare --all data=text_files data.train_files='[corpus/*.jsonl]' data.cache_dir=cache
 
-Exit codes: 0 done; 1 the cache could not be written; 2 the input; 4 the source of the text was lost; 130 stopped by
-SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT. The same command goes on where it was stopped.
+The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -24,39 +23,16 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import programs, registry, signals
+from gpt2_fp8.runtime import programs, registry
 
 if TYPE_CHECKING:
     from gpt2_fp8.data.preparation import Job, Preparation
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handle_signals() as handlers:
-        try:
-            with handlers.at_once():
-                return programs.exit_code(lambda: _prepare(argv))
-        except BaseException:
-            if not handlers.thrown:
-                raise
-        assert handlers.received is not None
-        return 128 + handlers.received
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
-    """Return the program's own arguments (`all`, `steps`, and the `words` of a run), and the runs' configurations.
-
-    Raises UserError with every problem.
-    """
-    typed, words = _parser().parse_known_args(argv)
-    typed.words = words
-    configs = compose.preflight(words)
-    if problems := [problem for config in configs for problem in _find_uncached(config)]:
-        raise UserError(problems)
-    return typed, configs
-
-
-def _prepare(argv: list[str]) -> None:
+@programs.stoppable
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     typed, configs = parse(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
@@ -67,7 +43,7 @@ def _prepare(argv: list[str]) -> None:
         if not any(isinstance(source, TextData) for _, source in data_schema.sources_of(config.data)):
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
-        steps = None if typed.all else typed.steps or _steps_of(config)
+        steps = None if typed.all else typed.steps or _count_steps(config)
         job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
         if job not in jobs:  # the jobs of a sweep often read the same text
             jobs.append(job)
@@ -75,6 +51,16 @@ def _prepare(argv: list[str]) -> None:
         _fill(job)
     if jobs:
         print(line(f"next: {shlex.join([*RUN.split(), *typed.words])}"))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[RunConfig]]:
+    """Return the program's own arguments and the runs' configurations. Raises UserError with every problem."""
+    typed, words = _parser().parse_known_args(argv)
+    typed.words = words
+    configs = compose.preflight(words)
+    if problems := [problem for config in configs for problem in _find_uncached(config)]:
+        raise UserError(problems)
+    return typed, configs
 
 
 def _fill(job: Job) -> None:
@@ -106,7 +92,7 @@ def _describe(preparation: Preparation) -> Iterator[str]:
     yield f"cache: {size / 1e6:,.1f} MB; {preparation.tokenised:,} units tokenised now, {there:,} were there"
 
 
-def _steps_of(config: RunConfig) -> int | None:
+def _count_steps(config: RunConfig) -> int | None:
     """Return how many steps' text a run needs; None: all of it, since a run counts the tokens of its epochs first."""
     if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
         return None

@@ -1,9 +1,7 @@
 """The learning rate of a run, step by step, before it is started: a table and a picture.
 
-    python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
-    python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
-
-Exit codes: 0 done, 1 the picture could not be written, 2 the input, 4 the text could not be counted, 130 SIGINT.
+python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
+python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ _POINTS = 1000  # of a curve
 DEFAULT = Path("outputs/schedule.png")
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _show(argv))
-
-
-def _show(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
     configs = compose.preflight(words)
@@ -66,10 +61,7 @@ def lines(config: RunConfig) -> Iterator[str]:
 
 
 def plot(configs: Sequence[RunConfig], path: Path) -> None:
-    """Write a PNG with the rate of every step of each run over its tokens; a dotted line marks the end of a warm-up.
-
-    Raises ImportError if matplotlib is not installed, and OSError.
-    """
+    """Write a PNG with each run's rate over its tokens. Raises ImportError without matplotlib, and OSError."""
     from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
 
     from gpt2_fp8.engine.optim import learning_rate_factor

@@ -1,8 +1,6 @@
 """The table of a sweep, made again from what its jobs have left.
 
-    python -m gpt2_fp8.table outputs/my_sweep
-
-Exit codes: 0 done, 1 the files could not be written, 2 the input, 130 stopped by SIGINT.
+python -m gpt2_fp8.table outputs/my_sweep
 """
 
 from __future__ import annotations
@@ -16,12 +14,9 @@ from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
-    return programs.exit_code(lambda: _show(argv))
-
-
-def _show(argv: list[str]) -> None:
+@programs.exit_code
+def main(argv: list[str]) -> None:
+    """Run the command line `argv` (without the program's name)."""
     folders = _parser().parse_args(argv).folders
     from gpt2_fp8.reports import sweep  # with numpy
 

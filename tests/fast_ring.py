@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PLACES = {
-    "checkpoint", "config", "data", "diagnose", "engine", "fp8", "kernels", "layers", "model", "reports",
+    "checkpoint", "config", "data", "doctor", "engine", "fp8", "kernels", "layers", "model", "reports",
     "runtime", "test_layering.py", "test_written_programs.py",
 }  # fmt: skip
 SECONDS = 60  # of one test, on a machine that has other work

@@ -58,7 +58,7 @@ def compose(config_name: str, words: list[str], return_hydra_config: bool = Fals
         return hydra.compose(config_name, words, return_hydra_config=return_hydra_config)
     choices = tuple(word for word in words if _GROUP.match(word))
     cfg: DictConfig = pickle.loads(remembered(config_name, choices))
-    overrides = [commandline.parsed(word) for word in words]
+    overrides = [commandline.parse_override(word) for word in words]
     values = [override for override in overrides if override.input_line not in choices]
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     OmegaConf.clear_cache(cfg)  # the time of `${now:...}`

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from gpt2_fp8 import compare
+from gpt2_fp8.reports import render
 from tests import forkserver
 from tests.reports.made import rows, run, settings
 from tests.runs import SMALL, forked
@@ -55,7 +56,7 @@ def test_the_files_and_what_is_printed(tmp_path, capsys):
     shown = told(capsys, pair(tmp_path), code=0)
     assert "+10.00%" in shown
     assert shown.startswith((tmp_path / "compare.md").read_text())
-    assert shown.rstrip().endswith(", ".join(compare.FILES))
+    assert shown.rstrip().endswith(", ".join(render.FILES))
     page = (tmp_path / "compare.html").read_text()
     assert "+10.00%</td>" in page
     assert 'src="data:image/png;base64,' in page

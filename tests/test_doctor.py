@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import doctor
-from tests.diagnose.machines import H200, STEPS, cpu
+from tests.doctor.machines import H200, STEPS, cpu
 
 
 def command(*arguments, cwd, **environment):
@@ -44,17 +44,11 @@ def test_a_torch_that_crashes_is_a_fact(tmp_path):
     assert "killed by SIGSEGV" in " ".join(done.stdout.split())
 
 
-def test_a_wrong_flag_is_the_users():
-    for word in ("--nonsense", "word"):
-        with pytest.raises(SystemExit, match="2"):
-            doctor.main([word])
-
-
 def measuring(monkeypatch, facts, steps=STEPS):
     """Have the facts of a machine collected, and note whether steps are measured."""
     asked = []
-    monkeypatch.setattr(doctor.probe, "collect", lambda say: facts)
-    monkeypatch.setattr(doctor.probe, "measured", lambda say: asked.append(1) or steps)
+    monkeypatch.setattr(doctor.machine, "collect", lambda say: facts)
+    monkeypatch.setattr(doctor.machine, "measure_steps", lambda say: asked.append(1) or steps)
     return asked
 
 
@@ -64,12 +58,9 @@ def test_steps_are_measured_where_fp8_works(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith("FP8 works here: the fused layers, 1.72 x bf16")
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(("arguments", "facts", "code"), [(["--quick"], H200, 0), ([], cpu(), doctor.NO_FP8)])
-def test_else_none_is(arguments, facts, code, monkeypatch):
-    asked = measuring(monkeypatch, facts)
-    assert (doctor.main(arguments), asked) == (code, [])
+    assert (doctor.main(["--quick"]), asked) == (0, [1])
+    measuring(monkeypatch, cpu())
+    assert (doctor.main([]), asked) == (doctor.NO_FP8, [1])
 
 
 def test_a_step_that_fails_denies_fp8(monkeypatch, capsys):

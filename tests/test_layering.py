@@ -22,16 +22,16 @@ HOUSE = {
     # programs: each a file, none knows another
     "__main__": Row("config runtime"),
     "run": Row("compose config train reports runtime", "hydra omegaconf"),
-    "bench": Row("compose config measure runtime"),
+    "bench": Row("checkpoint compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config reports runtime"),
     "compare": Row("checkpoint config reports runtime"),
     "schedule": Row("compose config engine train runtime", "matplotlib"),
     "prepare": Row("compose config data runtime"),
-    "doctor": Row("diagnose runtime config"),
+    "doctor": Row("measure runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
-    "evaluate": Row("compose config train runtime"),
+    "evaluate": Row("compose config train runtime", "hydra"),
     # what runs have left, read again
     "reports": Row("train checkpoint config", "matplotlib markdown_it numpy yaml"),
     # a run under Lightning
@@ -40,11 +40,9 @@ HOUSE = {
         "torch lightning numpy safetensors filelock tensorboard wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
-    # whether FP8 works on a machine, and what mends it
-    "diagnose": Row("measure fp8 kernels compose runtime compat config", "torch transformer_engine"),
-    # the benchmark
+    # the benchmark, and the facts of a machine
     "measure": Row(
-        "engine fp8 model data checkpoint kernels runtime compat config",
+        "engine fp8 model data checkpoint kernels compose runtime compat config",
         "torch lightning transformer_engine",
     ),
     # one optimizer step
@@ -72,7 +70,7 @@ HOUSE = {
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "data.datamodule"],
-    "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "diagnose.probe"],
+    "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "measure.machine"],
     "torchao": ["fp8.recipes", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data"],
@@ -84,7 +82,7 @@ ONLY_IN = {
     "mlflow": ["train.services"],
     "tensorboard": ["train.tensorboard"],
     "rich": ["callbacks.progress"],
-    "hydra": ["run", "compose", "compat.hydra_private"],
+    "hydra": ["run", "evaluate", "compose", "compat.hydra_private"],
     "joblib": ["compose.sweeps"],
     "submitit": ["compose.sweeps"],
 }

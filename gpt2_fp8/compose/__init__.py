@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import jobs
 from gpt2_fp8.compose.commandline import CommandLine, read
 from gpt2_fp8.compose.composition import conf_dir, open_catalog
-from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
+from gpt2_fp8.compose.jobs import TO_RUN, PlannedJob, Purpose
 from gpt2_fp8.config import own_words, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
@@ -27,7 +27,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import quoted
 from gpt2_fp8.runtime import programs, ranks, registry
 
-__all__ = ["Plan", "Planned", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
+__all__ = ["PlannedJobs", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
            "plan_run", "preflight", "read", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ _READ_BY_RUN = re.compile(
 )
 
 
-class Plan(NamedTuple):
+class PlannedJobs(NamedTuple):
     """A command line that was checked: its jobs, whether they are a sweep's, and its words as Hydra takes them."""
 
-    jobs: list[Planned]
+    jobs: list[PlannedJob]
     multirun: bool
     words: list[str]
 
 
-def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
+def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> PlannedJobs:
     """Check every job of a command line. Raises UserError with every problem, each once."""
     problems = list(line.problems)
     with open_catalog(line.config_name) as catalog:
@@ -55,10 +55,10 @@ def plan(line: CommandLine, purpose: Purpose = TO_RUN) -> Plan:
         words = [*line.flags, *(catalog.as_hydra_takes(override) for override in line.overrides)]
     if problems:
         raise UserError(problems)
-    return Plan(planned, request.multirun, words)
+    return PlannedJobs(planned, request.multirun, words)
 
 
-def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], Any]) -> Plan:
+def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], Any]) -> PlannedJobs:
     """Check the command line of one process of a run. Raises UserError with everything that is wrong with it.
 
     `lasting`: the name for a run whose batch job SLURM may start again. `rendezvous` imports torch and returns
@@ -84,7 +84,7 @@ def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], An
     return found
 
 
-def _name(found: Plan, line: CommandLine, lasting: str | None) -> Plan:
+def _name(found: PlannedJobs, line: CommandLine, lasting: str | None) -> PlannedJobs:
     """Add the lasting name to the words, if the jobs took it."""
     given = any(override.key_or_group == "run_name" for override in line.overrides)
     if lasting is not None and not given and any(config.run_name == lasting for config, _ in found.jobs):
@@ -99,20 +99,17 @@ def _say(text: str) -> None:
 
 
 def preflight(argv: list[str], purpose: Purpose = TO_RUN) -> list[RunConfig]:
-    """Return the configurations that a command line (without the program's name) asks for.
-
-    There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
-    """
+    """Return the configuration of each job of a command line. Raises UserError with every problem."""
     return [job.config for job in plan(read(argv), purpose).jobs]
 
 
 def help_text(line: CommandLine) -> str:
     """Return the text of `--help`, with the groups of the user's own folder."""
     template = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["help"]["template"]
-    with open_catalog() as catalog:
-        catalog.add_folders([line.config_dir] if line.config_dir else [])
-        groups = [f"{group}: {', '.join(catalog.get_group_options(group))}\n" for group in sorted(catalog.groups)]
-    return str(template).replace("$APP_CONFIG_GROUPS", "".join(groups))
+    folders = [conf_dir(), *([Path(line.config_dir)] if line.config_dir else [])]
+    choices = sorted({(file.parent.name, file.stem) for folder in folders for file in folder.glob("*/*.yaml")})
+    groups = {group: ", ".join(name for of, name in choices if of == group) for group, _ in choices if group != "hydra"}
+    return str(template).replace("$APP_CONFIG_GROUPS", "".join(f"{group}: {groups[group]}\n" for group in groups))
 
 
 def look_only(line: CommandLine) -> list[str]:
@@ -131,10 +128,9 @@ def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
 
 
 def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None = None) -> RunConfig:
-    """Build the configuration of a job that Hydra composed, which `plan` has checked.
+    """Build the configuration of a job that Hydra composed, which `plan` has checked. Raises UserError.
 
-    A warm-up and a micro-batch that are not among the keys `typed` are fitted to the run, and the log says so. `own` is
-    the run's folder if a launcher has started it again: it continues from there. Raises UserError with every problem.
+    What of it is not `typed` is fitted to the run. `own`: its folder, if a launcher has started it again.
     """
     config, found = parsing.build(RunConfig, OmegaConf.to_container(cfg, resolve=True))
     if config is None:
@@ -142,8 +138,9 @@ def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None 
     before, config = config, run_length.fit_schedule(config, typed)
     config = jobs.fit_processes(config, ranks.current(), typed)
     if ranks.is_first_rank():
-        fitted = run_length.describe_schedule(before.optim, config), run_length.describe_micro_batch(before, config)
-        for text in (line for lines in fitted for line in lines):
+        for text in run_length.describe_schedule(before.optim, config):
+            log.info(text)
+        for text in run_length.describe_micro_batch(before, config):
             log.info(text)
     return config if own is None else jobs.continue_from(config, own)
 
@@ -151,27 +148,24 @@ def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None 
 def load_config(*words: str) -> RunConfig:
     """Compose the configuration of a script or a notebook that brings its own Lightning Trainer.
 
-    Args:
-        words: what `python -m gpt2_fp8.run` would be given on its command line: choices and values, such as
-            `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
-
-    Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
-    only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
+    `words` are what `python -m gpt2_fp8.run` would be given, as `"model=gpt2"`; `"-cd", FOLDER` adds settings of your
+    own. Raises UserError with every problem at once, also for keys that only the program reads, an `auto` that only
+    the program decides, and last for a plugin that cannot be imported.
     """
     line = read(list(words))
     keys = {word.key_or_group: str(word.input_line) for word in line.overrides}
     problems = [_read_by_run(word) for key, word in keys.items() if _READ_BY_RUN.match(key)]
     if line.multirun or line.shows:
-        problems.append(Problem("-m: load_config gives one configuration, and takes no flag that shows something"))
+        raise UserError.of("-m: load_config gives one configuration, and takes no flag that shows something")
     try:
-        (config,) = [job.config for job in plan(line).jobs] if not line.multirun else [None]
+        config = plan(line).jobs[0].config
     except UserError as error:
         raise UserError([*problems, *error.problems]) from None
-    if config is not None:  # a choice of several keys (`debug=fdr`) may have set them
-        problems += [_read_by_run("micro_batch_size=auto")] if config.micro_batch_size == "auto" else []
-        values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
-        problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
-    if problems or config is None:
+    if config.micro_batch_size == "auto":  # a choice of several keys (`debug=fdr`) may have set it
+        problems.append(_read_by_run("micro_batch_size=auto"))
+    values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
+    problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
+    if problems:
         raise UserError(problems)
     registry.load(config.plugins, Path.cwd())
     return config

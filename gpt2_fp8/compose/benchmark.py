@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -37,10 +38,7 @@ _OF_TRAINER = ("trainer", "trainer.accelerator", "trainer.deterministic", "train
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What `bench` measures: all combinations of the four lists, with a recipe only if the precision is FP8.
-
-    The defaults are in `conf/bench.yaml`, for a GPU and for a CPU.
-    """
+    """What `bench` measures: all combinations of the four lists, with a recipe only if the precision is FP8."""
 
     model: Annotated[list[str], "choices of the group model"]
     precision: Annotated[list[str], "fp32, bf16, fp8_hybrid, fp8_e4m3"]
@@ -73,11 +71,7 @@ def defaults(gpu: bool) -> dict[str, Any]:
 
 
 def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]:
-    """Return the settings and the configuration of each case that a command line asks for.
-
-    `argv` is without the program's name. On a GPU, each model and micro-batch has a case in bf16 under torch.compile,
-    unless `bench.baseline=false`. Raises UserError with every problem, each once.
-    """
+    """Return the settings and the configuration of each case of a command line. Raises UserError with every problem."""
     line = read(argv, PROGRAM)
     own = [word for word in line.overrides if word.key_or_group.partition(".")[0] == BENCH]
     others = [word for word in line.overrides if word not in own]
@@ -116,7 +110,7 @@ def _refusal(override: Override, in_row: bool = False) -> Problem | None:
 
 
 def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]) -> BenchConfig:
-    """Build the `bench` keys. Problems are added to `problems`, and a wrong key has its default."""
+    """Build the `bench` keys. A wrong one has its default, after its problem was added to `problems`."""
     default, values = defaults(gpu), values_of(own, problems)
     values = {key.removeprefix(f"{BENCH}."): value for key, value in values.items()}
     values |= {key: [values[key]] for key in LISTS if isinstance(values.get(key), (str, int))}
@@ -140,32 +134,20 @@ def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[P
     return bench
 
 
-class BenchRow(NamedTuple):
-    """A row: its name, and the words of its run."""
+def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> dict[str, list[str]]:
+    """Return the words of each row of the file that `key` names, by name. Adds what is wrong to `problems`."""
+    rows: dict[str, list[str]] = {}
 
-    name: str
-    words: tuple[str, ...]
+    def add(line: str) -> None:
+        name, colon, words = (part.strip() for part in line.partition(":"))
+        if not colon or not name or not name.isprintable():
+            raise ValueError("it has no name before a colon")
+        if name in rows:
+            raise ValueError(f"a row above has the name {show(name)}")
+        rows[name] = shlex.split(words, comments=True)
 
-
-def read_rows(file: str, problems: list[Problem], key: str = "bench.rows") -> list[BenchRow]:
-    """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
-    rows: dict[str, BenchRow] = {}
-    before = len(problems)
-    for number, line in enumerate(disk.read_text(key, file, problems).splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, colon, rest = (part.strip() for part in line.partition(":"))
-        try:
-            if not colon or not name or not name.isprintable():
-                raise ValueError("it has no name before a colon")
-            if name in rows:
-                raise ValueError(f"a row above has the name {show(name)}")
-            rows[name] = BenchRow(name, tuple(shlex.split(rest, comments=True)))
-        except ValueError as error:  # also shlex's
-            problems.append(Problem(f"{key}={show(file)}, line {number}: {error}", FORM))
-    if not rows and len(problems) == before:
-        problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
-    return list(rows.values())
+    disk.read_lines(key, file, add, problems, FORM, comment="#")
+    return rows
 
 
 class _Case(NamedTuple):
@@ -173,14 +155,16 @@ class _Case(NamedTuple):
 
     first: list[str]
     size: int
-    last: tuple[str, ...] = ()
+    last: Sequence[str] = ()
     name: str = ""  # of a row
 
 
 def _combine(bench: BenchConfig, given: list[Override], gpu: bool, problems: list[Problem]) -> list[_Case]:
     """Return a case for each combination. A word that none of them has is added to `problems`."""
-    recipes = {precision: bench.recipe if precision.startswith("fp8") else [""] for precision in bench.precision}
-    pairs = [(precision, recipe) for precision in recipes for recipe in dict.fromkeys(recipes[precision])]
+    pairs = list(dict.fromkeys(
+        (precision, recipe)
+        for precision in bench.precision for recipe in (bench.recipe if precision.startswith("fp8") else [""])
+    ))  # fmt: skip
     unused = [word.input_line for word in given if not any(_applies(word, *pair) for pair in pairs)]
     problems += [Problem(f"{word}: no case of this benchmark has this key") for word in unused]
     compiled = not any(word.input_line == "compile=false" for word in given)
@@ -207,15 +191,14 @@ def _applies(word: Override, precision: str, recipe: str) -> bool:
 
 
 def _read_cases(bench: BenchConfig, file: str, given: list[Override], problems: list[Problem]) -> list[_Case]:
-    """Return a case for each row of a file."""
     first, cases = [f"model={bench.model[0]}" if bench.model else "", *(str(word.input_line) for word in given)], []
-    for row in read_rows(file, problems):
-        words, found = parse(row.words)
+    for name, typed in read_rows(file, problems).items():
+        words, found = parse(typed)
         found += [problem for word in words if (problem := _refusal(word, in_row=True))]
         sizes = [word.value() for word in words if word.key_or_group == "micro_batch_size"]
         size = sizes[-1] if sizes and isinstance(sizes[-1], int) else bench.micro_batch_size[0]
-        cases += [] if found else [_Case(first, size, row.words, row.name)]
-        problems += _of_row(row.name, found)
+        cases += [] if found else [_Case(first, size, typed, name)]
+        problems += _of_row(name, found)
     return cases
 
 

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.config import parsing, shown
+from gpt2_fp8.config import shown
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import is_text, key_named, meanings, show
 from gpt2_fp8.config.schema import RunConfig
-
-T = TypeVar("T")
 
 
 class Program(NamedTuple):
@@ -51,19 +49,12 @@ RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 @dataclass
 class CommandLine:
-    """A command line that was read.
+    """A command line that was read."""
 
-    Attributes:
-        overrides: its words that can be read.
-        problems: what is wrong with the others, and with the flags.
-        flags: as Hydra takes them, in front of the overrides.
-        shows: the flag that only asks to see something, by argparse's name.
-    """
-
-    overrides: list[Override] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    flags: list[str] = field(default_factory=list)
-    shows: str | None = None
+    overrides: list[Override] = field(default_factory=list)  # its words that can be read
+    problems: list[Problem] = field(default_factory=list)  # what is wrong with the others, and with the flags
+    flags: list[str] = field(default_factory=list)  # as Hydra takes them, in front of the overrides
+    shows: str | None = None  # the flag that only asks to see something, by argparse's name
     multirun: bool = False
     config_name: str = "config"
     config_dir: str | None = None
@@ -107,7 +98,7 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
             if "=" not in word and not word.startswith("~"):
                 raise ValueError("it is not of the form key=value")
             word.encode()  # not possible for bytes that are no UTF-8
-            override = parsed(word)
+            override = parse_override(word)
             if not override.key_or_group:
                 raise ValueError("it has no key in front of =")
             overrides.append(override)
@@ -120,11 +111,8 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
 
 
 @lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
-def parsed(word: str) -> Override:
-    """Parse one override.
-
-    Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError.
-    """
+def parse_override(word: str) -> Override:
+    """Parse one override. Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError."""
     return OverridesParser.create().parse_override(word)
 
 
@@ -134,10 +122,7 @@ def unforced(words: Iterable[str]) -> list[str]:
 
 
 def _spelled(words: list[str], schema: type) -> list[str]:
-    """Return the words in Hydra's spelling.
-
-    `group=null` and `~group` may mean the choice of nothing. The value of a text key is text, however it looks.
-    """
+    """Return the words in Hydra's spelling: the choice of nothing may be `group=null`, and text is text as it looks."""
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
@@ -171,14 +156,6 @@ def values_of(overrides: list[Override], problems: list[Problem]) -> dict[str, A
     wrong = [word for word in overrides if word.is_delete() or word.is_sweep_override()]
     problems += [Problem(f"{word.input_line}: not a single value", f"{word.key_or_group}=VALUE") for word in wrong]
     return {word.key_or_group: word.value() for word in overrides if word not in wrong}
-
-
-def settings(cls: type[T], given: Mapping[str, Any], problems: list[Problem]) -> T:
-    """Build a program's settings from those that are given; each other key has the default of its field.
-
-    A wrong key has its default too, after what is wrong with it was added to `problems`.
-    """
-    return parsing.build_with_defaults(cls, dict(given), vars(cls()), problems)
 
 
 def list_keys(cls: type[Any]) -> str:

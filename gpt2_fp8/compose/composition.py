@@ -32,9 +32,7 @@ from gpt2_fp8.config.shown import line
 BENCH = "bench"  # bench.yaml has the benchmark's settings, and is no run
 _REMEMBERED = 64  # compositions
 _LATE = ("logger.wandb.", "logger.mlflow.", "tags.", "data.")  # keys that are there only after a choice or a word
-_CHOSEN_BY_GROUP = {
-    "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
-}  # fmt: skip
+_TAGS = ("precision.name", "recipe.name", "data.kind", "optimizer.name")  # chosen with their whole group
 _SOURCE = re.compile(r"data\.sources\.\w+")  # where a choice of `data` may be placed too
 # What Hydra itself instantiates: its plug-ins, and this program's own callback.
 _TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweeps\.SweepStart$")
@@ -61,10 +59,7 @@ def open_catalog(config_name: str = "config", folder: Path | None = None) -> Ite
 
 
 class Catalog:
-    """The choices there are, and their composition.
-
-    Hydra's override parser calls `get_group_options`, to learn what `glob(...)` matches.
-    """
+    """The choices there are, and their composition. Hydra's parser asks `get_group_options` for what a glob matches."""
 
     def __init__(self, loader: ConfigLoader, config_name: str):
         self._loader, self.config_name = loader, config_name
@@ -108,10 +103,7 @@ class Catalog:
         return [Problem(*unknown_choice("--config-name", asked, names))]
 
     def compose(self, words: list[str]) -> DictConfig:
-        """Compose the whole configuration, Hydra's own node included. The same words soon after give the same object.
-
-        Raises UserError if Hydra does not take the words, or if a file names code for Hydra to call.
-        """
+        """Compose everything, with Hydra's own node. The same words soon after give the same object."""
         return self._remembered(*words)
 
     def _compose(self, *words: str) -> DictConfig:
@@ -169,12 +161,11 @@ def check_override(override: Override, catalog: Catalog, multirun: bool) -> Iter
         yield from _check_group(override, values, catalog)
     elif override.is_delete() and not override.is_hydra_override():
         yield Problem(f"{word}: every key has a value", f"{key}=null, where null is allowed")
-    elif key in _CHOSEN_BY_GROUP:
-        yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}=CHOICE")
+    elif key in _TAGS:
+        yield Problem(f"{word}: this is chosen with the whole group", f"{key.partition('.')[0]}=CHOICE")
 
 
 def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
-    """Find what is wrong with a choice from a group."""
     group, word = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
         near = near_names(group, catalog.groups, 1) or catalog.groups
@@ -197,7 +188,7 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
 
 
 @contextmanager
-def resolving() -> Iterator[None]:
+def refusing_unresolved() -> Iterator[None]:
     """Raise a UserError for a `${...}` that cannot be resolved."""
     try:
         yield
@@ -205,8 +196,8 @@ def resolving() -> Iterator[None]:
         raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
-    with resolving():
+    with refusing_unresolved():
         values = {str(key): cfg[key] for key in cfg if key != "hydra"}
         return {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in values.items()}

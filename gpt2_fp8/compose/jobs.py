@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import composition, sweeps
-from gpt2_fp8.compose.commandline import CommandLine, parse, parsed
+from gpt2_fp8.compose.commandline import CommandLine, parse, parse_override
 from gpt2_fp8.compose.composition import Catalog
 from gpt2_fp8.config import checks, disk, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
@@ -39,8 +39,8 @@ class Purpose(NamedTuple):
 TO_RUN = Purpose()
 
 
-class Planned(NamedTuple):
-    """A job: its configuration, and the folder that it will write into."""
+class PlannedJob(NamedTuple):
+    """A job that may run: its configuration, and the folder that it will write into."""
 
     config: RunConfig
     folder: str | None
@@ -55,7 +55,8 @@ class Request:
         problems += catalog.add_folders([str(folder) for folder in (line.config_dir, *named) if folder])
         problems += catalog.check_name()
         self.catalog = catalog
-        self.multirun = line.multirun or any(map(_is_multirun, line.overrides))
+        modes = [str(word.value()).upper() for word in line.overrides if word.key_or_group == "hydra.mode"]
+        self.multirun = line.multirun or any(mode.endswith("MULTIRUN") for mode in modes)
         self.words: list[Override] = []
         self.refused: set[str] = set()
         self._take(line.overrides, problems)
@@ -75,7 +76,7 @@ class Request:
         """Compose words of the request, or of a job of it. Raises UserError."""
         return self.catalog.compose([self.catalog.as_hydra_takes(word) for word in words])
 
-    def plan(self, problems: list[Problem], purpose: Purpose = TO_RUN) -> list[Planned]:
+    def plan(self, problems: list[Problem], purpose: Purpose = TO_RUN) -> list[PlannedJob]:
         """Return the jobs, and add what is wrong with them to `problems`."""
         try:
             whole = self._whole()
@@ -83,18 +84,18 @@ class Request:
             given = any(word.key_or_group == "run_name" for word in self.words)
             sent = sweeps.is_slurm(whole)  # at each turn again, into another folder
             if purpose.name and not given and not sent and _is_named_by_time(whole, self.multirun):
-                self.words.append(parsed(f"run_name={purpose.name}"))
+                self.words.append(parse_override(f"run_name={purpose.name}"))
                 whole = self._whole()
             jobs = self._jobs(whole, problems)
         except UserError as error:  # what all jobs have in common does not compose
             problems += error.problems
             return []
         above = _folder(whole, "hydra.sweep.dir")  # first, so that `now` says the same for all jobs
-        checked = [_Job(self, words, number, whole, purpose).check(problems) for number, words in jobs]
+        checked = [_Job(self, words, number, whole, purpose) for number, words in jobs]
+        planned = [PlannedJob(config, job.folder) for job in checked if (config := job.check(problems)) is not None]
         problems += _check_folders(above, [job for job in checked if job.folder]) if self.multirun else ()
-        done = [Planned(job.config, job.folder) for job in checked if job.config is not None]
-        problems += sweeps.check_slurm(whole, [job.config for job in done], self.multirun, purpose.begins)
-        return done
+        problems += sweeps.check_slurm(whole, [job.config for job in planned], self.multirun, purpose.begins)
+        return planned
 
     def _jobs(self, whole: DictConfig, problems: list[Problem]) -> list[tuple[int | None, list[Override]]]:
         """Return each job's number and words; a single run has no number."""
@@ -123,31 +124,29 @@ class Request:
         return self.compose(word for word in self.words if word.key_or_group not in swept)
 
 
-def _is_multirun(override: Override) -> bool:
-    return override.key_or_group == "hydra.mode" and str(override.value()).upper().endswith("MULTIRUN")
-
-
+@dataclass
 class _Job:
     """One job of a sweep, or the only one (`number`: None)."""
 
-    def __init__(
-        self, request: Request, words: Sequence[Override], number: int | None, whole: DictConfig, purpose: Purpose
-    ):
-        self.request, self.words, self.number, self.whole, self.purpose = request, list(words), number, whole, purpose
-        self.typed = {word.key_or_group for word in words}
-        self.config: RunConfig | None = None
-        self.folder: str | None = None
-        self.above: str | None = None
+    request: Request
+    words: Sequence[Override]
+    number: int | None
+    whole: DictConfig
+    purpose: Purpose
+    folder: str | None = None
+    above: str | None = None  # the sweep's folder, by this job's words
 
-    def check(self, problems: list[Problem]) -> _Job:
-        """Compose it and check it; what is wrong is added to `problems`, and then `config` is None."""
+    def __post_init__(self) -> None:
+        self.typed = {word.key_or_group for word in self.words}
+
+    def check(self, problems: list[Problem]) -> RunConfig | None:
+        """Compose and check it. Returns None after adding what is wrong with it to `problems`."""
         try:
             config, found = self._checked()
         except UserError as error:
             config, found = None, error.problems
         problems += found
-        self.config = None if found else config
-        return self
+        return None if found else config
 
     def _checked(self) -> tuple[RunConfig | None, list[Problem]]:
         cfg, config, found = self._build(self.words)
@@ -156,9 +155,10 @@ class _Job:
             cfg, config, _ = self._build([word for word in self.words if word.key_or_group not in wrong])
         if config is None:
             return None, found
+        place = ranks.current()
         config = run_length.fit_schedule(config, self.typed)
-        across = list(check_processes(config, ranks.current(), self.typed, self.number is None))
-        config = fit_processes(config, ranks.current(), self.typed)
+        across = list(check_processes(config, place, self.typed, self.number is None))
+        config = fit_processes(config, place, self.typed)
         across += checks.check(config, but_paths=self.purpose.shown)
         if not (self.purpose.shown or any("run_name" in problem.keys for problem in across)):
             across += self._check_place(cfg, config)
@@ -167,12 +167,14 @@ class _Job:
 
     def _build(self, words: Sequence[Override]) -> tuple[DictConfig, RunConfig | None, list[Problem]]:
         cfg = self.request.compose(words)
-        if self.number is not None:
+        if self.number is not None:  # as Hydra's launcher does, with what `now` has said for all jobs
             cfg = copy.deepcopy(cfg)
-            sweeps.number(cfg, self.number, self.whole)
+            with read_write(cfg.hydra), open_dict(cfg.hydra):
+                cfg.hydra.job.num, cfg.hydra.job.id = self.number, str(self.number)
+            OmegaConf.copy_cache(from_config=self.whole, to_config=cfg)
         if "${hydra:" in str(cfg):
             HydraConfig.instance().set_config(cfg)
-        config, found = parsing.build(RunConfig, composition.resolved(cfg))
+        config, found = parsing.build(RunConfig, composition.to_plain(cfg))
         if any(self.typed & set(problem.keys) for problem in found):  # then it is said of the key that was typed
             plain = OmegaConf.to_container(cfg, resolve=False)
             follow = [key for p in found for key in p.keys if str(value_of(plain, key)).startswith("${")]
@@ -182,7 +184,7 @@ class _Job:
     def _check_place(self, cfg: DictConfig, config: RunConfig) -> Iterator[Problem]:
         """Find what is wrong with the place of the job: its folder, and whether it can run beside others."""
         sweep = self.number is not None
-        with composition.resolving():
+        with composition.refusing_unresolved():
             self.above = str(OmegaConf.select(cfg, "hydra.sweep.dir" if sweep else "hydra.run.dir"))
             below = str(OmegaConf.select(cfg, "hydra.sweep.subdir")) if sweep else ""
         self.folder = str(Path(self.above, below)) if self.above and sweep else self.above
@@ -215,9 +217,9 @@ class _Job:
 
 def _is_named_by_time(cfg: DictConfig, in_sweep: bool) -> bool:
     """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time."""
-    folders: Any = OmegaConf.to_container(cfg.hydra.sweep if in_sweep else cfg.hydra.run, resolve=False)
-    name: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, "run_name"), resolve=False)
-    return "${run_name}" in str(folders["dir"]) and "${now:" in str(name["run_name"])
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    folder = plain["hydra"]["sweep" if in_sweep else "run"]["dir"]
+    return "${run_name}" in str(folder) and "${now:" in str(plain["run_name"])
 
 
 def _folder(cfg: DictConfig, key: str) -> str | None:
@@ -253,24 +255,17 @@ def fit_processes(config: RunConfig, place: Ranks, typed: Container[str]) -> Run
         strategy = "ddp" if place.several else config.trainer.strategy
         options = replace(config.trainer, devices=place.local_world_size, num_nodes=place.nodes, strategy=strategy)
         config = replace(config, trainer=options)
-    known = 1 if config.trainer.devices == "auto" else config.trainer.devices * config.trainer.num_nodes
-    return run_length.fit_micro_batch(config, known, typed, alone=place.launcher is None)
+    return run_length.fit_micro_batch(config, run_length.known_ranks(config), typed, alone=place.launcher is None)
 
 
 def continue_from(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the configuration of a run that a launcher has started again: it continues from what `folder` holds.
-
-    If nothing is saved there yet, the run begins as it did.
-    """
+    """Continue, in a run that a launcher has started again, from what `folder` holds, if something is saved there."""
     saved = any(folder.glob("checkpoints/*/manifest.json"))
     return replace(config, ckpt_path="last", init_from=None) if saved else config
 
 
 def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alone: bool = True) -> Iterator[Problem]:
-    """Find numbers of processes that the launcher has not started, and nodes without a launcher.
-
-    `config` is as it was composed. A run that is not `alone` is a job of a sweep, whose launcher may start nodes.
-    """
+    """Find numbers of processes that the launcher has not started, and nodes of a run `alone` without a launcher."""
     options = config.trainer
     if place.launcher is None:
         if alone and options.num_nodes > 1:

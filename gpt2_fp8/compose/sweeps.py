@@ -1,12 +1,9 @@
 """The jobs of a sweep, the note that Hydra begins it, and who runs them: this process, joblib or SLURM.
 
-Hydra tells a callback that a sweep begins. It does not tell one that a sweep has ended if a job has failed or a signal
-came. So the program writes the table itself, from what is noted here.
-
-joblib (`hydra/launcher=joblib`) gives the queue and its workers. Each worker runs a job in a process of its own, on a
-GPU of its own (`train/sweep_job.py`). Ctrl-C reaches a whole process group, and would tear down the workers while their
-jobs save. So only the first process acts on signals, and the workers read from a file in the sweep's folder that they
-are to stop. SLURM (`hydra/launcher=slurm`) runs the jobs as one array.
+Hydra does not tell a callback that a sweep has ended if a job has failed or a signal came. So the program writes the
+table itself, from what is noted here. With `hydra/launcher=joblib`, each of joblib's workers runs a job in a process of
+its own, on a GPU of its own (`train/sweep_job.py`). Ctrl-C would reach the workers while their jobs save, so only the
+first process acts on signals, and tells the workers by a file. `hydra/launcher=slurm` runs the jobs as one array.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parsed, unforced
+from gpt2_fp8.compose.commandline import parse_override, unforced
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
@@ -49,10 +46,7 @@ def _is_basic(sweeper: DictConfig) -> bool:
 
 
 def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override]]:
-    """Return the words of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
-
-    Another sweeper chooses combinations while it runs: of that one, the first values are one job. Raises UserError.
-    """
+    """Return the words of each job, as Hydra's basic sweeper forms them, or another's first job. Raises UserError."""
     last = {(override.key_or_group, override.package): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
     swept = [override for override in last.values() if override.is_sweep_override()]
@@ -62,21 +56,16 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
         words = hydra_private.job_words(swept)
     except HydraException as error:
         raise UserError.of(str(error).splitlines()[0]) from None
-    jobs_ = [[*same, *map(parsed, job)] for job in words]
+    jobs_ = [[*same, *map(parse_override, job)] for job in words]
     return jobs_ if _is_basic(sweeper) else jobs_[:1]
 
 
 def _start(override: Override) -> Override:
     """Return the override; for an interval, which has no end of values, its start."""
     sweep = override.value()
-    return parsed(f"{override.get_key_element()}={sweep.start}") if isinstance(sweep, IntervalSweep) else override
-
-
-def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
-    """Give a job's configuration its number and what `now` has said, as Hydra's launcher does."""
-    with read_write(cfg.hydra), open_dict(cfg.hydra):
-        cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
-    OmegaConf.copy_cache(from_config=whole, to_config=cfg)
+    return (
+        parse_override(f"{override.get_key_element()}={sweep.start}") if isinstance(sweep, IntervalSweep) else override
+    )
 
 
 def take() -> Path | None:
@@ -111,7 +100,7 @@ def _words(config: DictConfig) -> list[list[str]] | None:
         return None
     words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${...} is each job's own
-    overrides = [parsed(word) for word in [*words, *typed]]
+    overrides = [parse_override(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
     return list(map(unforced, hydra_private.job_words(overrides)))
@@ -133,10 +122,7 @@ def check_joblib(config: RunConfig) -> Iterator[Problem]:
 
 
 def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]] | None) -> None:
-    """Decide how many jobs run at the same time, tell joblib, log it, and hold signals for the jobs.
-
-    `folder`: the sweep's. `words`: those of each job; None if the sweeper chooses them while it runs.
-    """
+    """Decide how many jobs run at a time, tell joblib and the log, and hold signals. `words`: each job's, if known."""
     from joblib import cpu_count  # it knows a container's share too
 
     on_cpu = OmegaConf.select(config, "trainer.accelerator", throw_on_missing=False) == "cpu"
@@ -189,11 +175,7 @@ def is_slurm(cfg: DictConfig) -> bool:
 def check_slurm(
     whole: DictConfig, configs: Sequence[RunConfig], multirun: bool, begins: bool = False
 ) -> Iterator[Problem]:
-    """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
-
-    `configs`: the jobs. `multirun`: whether they are a sweep's. `begins`: it is sent from here, so SLURM is
-    to be here. Yields nothing for another launcher.
-    """
+    """Find what SLURM cannot run as one array. `whole`: what all jobs have. `begins`: whether it is sent from here."""
     if not is_slurm(whole):
         return
     if not multirun:
@@ -211,10 +193,7 @@ def check_slurm(
 
 
 def wait_for_jobs(folder: Path) -> None:
-    """Wait until every job of the sweep in `folder` has ended; at once if SLURM has none of it.
-
-    The launcher stops waiting at the first job that was killed.
-    """
+    """Wait until SLURM has ended every job of a sweep: the launcher stops waiting at the first that was killed."""
     names = sorted(path.parent.name for path in (folder / ".submitit").glob("*/*_submitted.pkl"))
     if names:
         from submitit import SlurmJob

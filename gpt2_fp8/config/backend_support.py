@@ -18,12 +18,12 @@ FP8_CAPABILITY = (8, 9)  # GPUs with FP8 matrix units, by compute capability: Ad
 ROWWISE_CAPABILITY = (9, 0)  # and those that multiply with a scale a row
 HOPPER = 9
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
-_OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
-_OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
+_OF_PRECISION = ("precision.name", "recipe", "precision.keep_bf16", "precision.backward")
+_OF_LAYERS = ("precision.backend", "model.dropout", "document_mask", "penalty")
 
 
 def parse_version(capability: str | None) -> tuple[int, int] | None:
-    """Return a compute capability such as "9.0" as numbers; None if it is unknown, or another kind of text."""
+    """Return a version such as 9.0 as numbers; None if it is unknown, or another kind of text."""
     found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", capability or "", re.ASCII)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -51,7 +51,6 @@ def why_not_fused(config: RunConfig) -> str | None:
 
 
 def _first(reasons: dict[str, object]) -> str | None:
-    """Return the first reason that holds; None if none does."""
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
@@ -61,17 +60,14 @@ def splits_mlp(config: RunConfig) -> bool:
 
 
 def _backward(config: RunConfig) -> str:
-    return config.precision.backward if isinstance(config.precision, FP8PrecisionConfig) else "fp8"
+    return getattr(config.precision, "backward", "fp8")
 
 
 def _kept(config: RunConfig) -> Kept:
-    precision = config.precision
-    names = precision.keep_bf16 if isinstance(precision, FP8PrecisionConfig) else []
-    return kept(names, config.model.n_layer)
+    return kept(getattr(config.precision, "keep_bf16", ()), config.model.n_layer)
 
 
 def _why_not_fp8(config: RunConfig) -> str | None:
-    """Return why layers for FP8 are none for a run's precision; None if they are."""
     name = config.precision.name
     return f"they are for FP8, and this is precision={name}" if name in ("fp32", "bf16") else None
 
@@ -115,10 +111,7 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 
 
 def why_not_asked(config: RunConfig) -> str | None:
-    """Return why no machine can compute a run with the backend that it asks for; None if one may.
-
-    Of `auto` in FP8 it is Transformer Engine's reason; the emulated layers are taken only if they are asked for.
-    """
+    """Return why no machine can compute a run, of `auto` for Transformer Engine's reason; None if one may."""
     if config.precision.backend != "auto":
         return WHY_NOT[config.precision.backend](config)
     if not isinstance(config.precision, FP8PrecisionConfig):
@@ -129,6 +122,9 @@ def why_not_asked(config: RunConfig) -> str | None:
 def check(config: RunConfig) -> Iterator[Problem]:
     """Find requests for a backend, a kernel of attention, or options of them, that no machine can fulfil."""
     name, precision = config.precision.backend, config.precision
+    if precision.name == "fp8_e5m2":
+        cause = "precision=fp8_e5m2: cuBLASLt has no E5M2 x E5M2 product, and two bits of mantissa are too few"
+        yield Problem(cause, "precision=fp8_hybrid", ("precision",))
     if reason := why_not_asked(config):
         cause = f"precision.backend={name} cannot run: {reason}"
         if name == "auto":

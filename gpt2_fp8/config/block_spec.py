@@ -110,10 +110,7 @@ class RoPE:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block, and what embedding and head share with it.
-
-    Raises ValueError with everything that does not fit together.
-    """
+    """One block, and what embedding and head share with it. Raises ValueError with everything that does not fit."""
 
     n_embd: int  # channels of the residual stream
     norm: Norm
@@ -125,25 +122,20 @@ class BlockSpec:
     tied: bool  # the head's weight is the embedding's
 
     def __post_init__(self) -> None:
-        if found := self._misfits():
-            raise ValueError("; ".join(found))
-
-    def _misfits(self) -> list[str]:
         heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None
-        sizes = (self.n_embd, heads.n_head, heads.n_kv_head, heads.size, self.mlp.width)
-        if min(sizes) < 1:
-            return ["every width and number of heads is at least 1"]
+        bands = rope.bands if rope else None
+        if min(self.n_embd, heads.n_head, heads.n_kv_head, heads.size, self.mlp.width) < 1:
+            raise ValueError("every width and number of heads is at least 1")
         wrong = {
             f"{heads.n_head} heads do not share {heads.n_kv_head} key-value heads": heads.n_head % heads.n_kv_head,
             f"RoPE turns pairs of channels, and a head has {heads.size}": rope and heads.size % 2,
             "RoPE's base and scaling are above 0": rope and min(rope.base, rope.scaling) <= 0,
-            "RoPE's low frequency factor is above 0 and below the high one": rope
-            and rope.bands
-            and not 0 < rope.bands.low < rope.bands.high,
+            "RoPE's low frequency factor is above 0 and below the high one": bands and not 0 < bands.low < bands.high,
             "a normalisation's epsilon is above 0": self.norm.epsilon <= 0,
             "dropout is at least 0 and below 1": not 0 <= self.dropout < 1,
         }
-        return [reason for reason, holds in wrong.items() if holds]
+        if found := [reason for reason, holds in wrong.items() if holds]:
+            raise ValueError("; ".join(found))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -192,10 +184,7 @@ def gpt2_heads(n_head: int, n_embd: int) -> Heads:
 
 
 def block_spec(config: ModelConfig) -> BlockSpec:
-    """Describe the block of a configuration. Raises ValueError with everything that does not fit.
-
-    Its keys' defaults give GPT-2's block (Radford et al. 2019).
-    """
+    """Describe the block of a configuration. Raises ValueError with everything that does not fit together."""
     n_kv_head = config.n_kv_head or config.n_head
     size = config.head_size or gpt2_heads(config.n_head, config.n_embd).size
     return BlockSpec(

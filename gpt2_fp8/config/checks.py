@@ -19,15 +19,7 @@ from gpt2_fp8.config import (
     run_length,
     tokenizer_file,
 )
-from gpt2_fp8.config.data_schema import (
-    FileOrHubData,
-    FilesData,
-    Mixed,
-    MixtureData,
-    RegisteredData,
-    TextData,
-    TokenFilesData,
-)
+from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
@@ -46,28 +38,24 @@ def vocabulary(config: RunConfig) -> int:
 
 
 def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
-    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing.
-
-    `but_paths`: it may be for another machine.
-    """
-    if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
+    """List what is wrong with settings whose types and ranges are right. `but_paths`: they may be another machine's."""
+    if (
+        isinstance(config.data, data_schema.MixtureData) and not config.data.sources
+    ):  # no tokenizer, which other checks ask for
         return list(data_schema.check_mixture(config.data))
-    found = [] if but_paths else _paths(config)
-    return [*found, *(problem for across in _ACROSS for problem in across(config))]
+    checkers = _ACROSS if but_paths else (_check_paths, *_ACROSS)
+    return [problem for checker in checkers for problem in checker(config)]
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
-    """Raise UserError if the ranks cannot share a step's sequences equally.
-
-    `world_size` is known late if `trainer.devices=auto`.
-    """
-    if found := list(_batch(config, world_size)):
+    """Raise UserError if the ranks, whose number `trainer.devices=auto` tells late, cannot share a step equally."""
+    if found := list(_check_batch(config, world_size)):
         raise UserError(found)
 
 
 def _names(config: RunConfig) -> Iterator[Problem]:
     for name, source in data_schema.sources_of(config.data):
-        if isinstance(source, RegisteredData) and not config.plugins:
+        if isinstance(source, data_schema.RegisteredData) and not config.plugins:
             yield data_schema.as_named(problem(source, "source", "is registered by no plugin", prefix="data."), name)
     for name in config.plugins:  # they are not imported here, since they import torch
         module = name.partition(".")[0]
@@ -81,7 +69,7 @@ def _names(config: RunConfig) -> Iterator[Problem]:
 def _vocabulary(config: RunConfig) -> Iterator[Problem]:
     """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
     tokens, vocab_size = None, config.model.vocab_size
-    with suppress(UserError):  # `_paths` says it
+    with suppress(UserError):  # `_check_paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
     if config.init_from and hf_config.is_folder(config.init_from):
         yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
@@ -90,7 +78,6 @@ def _vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_effect(config: RunConfig) -> Iterator[Problem]:
-    """Find keys of the schedule and of the trainer that do nothing beside others."""
     optim, trainer = config.optim, config.trainer
     if optim.schedule == "constant" and optim.min_lr_ratio != 1:
         reason = "the rate stays at the peak after the warm-up"
@@ -102,12 +89,7 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, "trainer.fast_dev_run ckpt_path", reason)
 
 
-def _known_batch(config: RunConfig) -> Iterator[Problem]:
-    devices = 1 if config.trainer.devices == "auto" else config.trainer.devices  # auto: at least; see check_batch
-    yield from _batch(config, devices * config.trainer.num_nodes)
-
-
-def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _check_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     whole = config.global_batch_size
     micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     if whole % (micro * world_size):
@@ -144,12 +126,6 @@ def _shape(config: RunConfig) -> Iterator[Problem]:
             yield problem(model, key, reason, prefix="model.")
 
 
-def _format(config: RunConfig) -> Iterator[Problem]:
-    if config.precision.name == "fp8_e5m2":
-        cause = "precision=fp8_e5m2: cuBLASLt has no E5M2 x E5M2 product, and two bits of mantissa are too few"
-        yield Problem(cause, "precision=fp8_hybrid", ("precision",))
-
-
 def check_logger(config: RunConfig) -> Iterator[Problem]:
     """Find what is wrong with `logger`. Libraries are looked for, not imported."""
     logger = config.logger
@@ -171,11 +147,11 @@ def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
 # ---- names and paths, and whether something is there -----------------------------------------------------------------
 
 
-def _paths(config: RunConfig) -> list[Problem]:
-    found = [*_check_run_name(config.run_name), *_check_checkpoints(config)]
+def _check_paths(config: RunConfig) -> Iterator[Problem]:
+    yield from _check_run_name(config.run_name)
+    yield from _check_checkpoints(config)
     for name, source in data_schema.sources_of(config.data):
-        found += (data_schema.as_named(problem, name) for problem in _check_source(source))
-    return found
+        yield from (data_schema.as_named(problem, name) for problem in _check_source(source))
 
 
 def _check_run_name(name: str) -> Iterator[Problem]:
@@ -205,7 +181,7 @@ def _check_checkpoints(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_source(data: Mixed) -> Iterator[Problem]:
-    if isinstance(data, FileOrHubData) and data.path:
+    if isinstance(data, data_schema.FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
         if os.path.lexists(path) and (reason := disk.why_unreadable(path)):
             yield Problem(f"data.path: {reason}", keys=("data.path",))
@@ -214,12 +190,19 @@ def _check_source(data: Mixed) -> Iterator[Problem]:
             kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
             yield problem(data, "train_files", "nothing to train on", f"name files: {kinds}", prefix="data.")
         for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-            yield from (Problem(cause, keys=(key,)) for word in patterns for cause in _check_pattern(key, word))
+            for pattern in patterns:
+                matches = disk.find(pattern) if pattern else []
+                reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
+                if not matches:
+                    cause = f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
+                    yield Problem(cause, keys=(key,))
+                elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
+                    yield Problem(f"{key}: {reasons[0]}", keys=(key,))
         none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
         if not data.val_files and data.val_sequences > 0 and none_held_out:
             remedy = "data.val_sequences=0 for no validation"
             yield problem(data, "val_files", "nothing is held out to validate on", remedy, prefix="data.")
-    if isinstance(data, TextData) and data.cache_dir is not None:
+    if isinstance(data, data_schema.TextData) and data.cache_dir is not None:
         yield from disk.check_folder(data.cache_dir, "data.cache_dir")
     try:
         tokenizer_file.number_of_ids(data.tokenizer)
@@ -227,25 +210,15 @@ def _check_source(data: Mixed) -> Iterator[Problem]:
         yield from (one._replace(keys=("data.tokenizer",)) for one in error.problems)
 
 
-def _check_pattern(key: str, pattern: str) -> Iterator[str]:
-    matches = disk.find(pattern) if pattern else []
-    reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
-    if not matches:
-        yield f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
-    elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
-        yield f"{key}: {reasons[0]}"
-
-
 _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _names,
     kept_layers.check,
     lambda config: data_schema.check_mixture(config.data),
-    _format,
     _shape,
     _vocabulary,
     run_length.check,
     _without_effect,
-    _known_batch,
+    lambda config: _check_batch(config, run_length.known_ranks(config)),
     backend_support.check,
     lambda config: data_schema.check_borders(config.data) if config.document_mask else iter(()),
     check_logger,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -115,7 +114,7 @@ class MixtureData:
     kind: Literal["mixture"]
     seed: Seed  # of the mixing; the order of each source follows its own
     weights: dict[str, float] | None  # by the sources' names, in any unit; null: all alike
-    sources: dict[str, StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData]
+    sources: dict[str, Mixed]
 
     @property
     def tokenizer(self) -> str:
@@ -154,10 +153,7 @@ def without_validation(data: TextOfARun) -> TextOfARun:
 
 
 def as_named(problem: Problem, name: str) -> Problem:
-    """Return a source's problem in the words of the mixture that it is in: `data.repo` is `data.sources.web.repo`.
-
-    It is unchanged for the name "".
-    """
+    """Return a problem in the words of the mixture whose source has this `name`: `data.sources.web.repo`."""
     if not name:
         return problem
     cause, remedy, *keys = (_KEY.sub(f"data.sources.{name}.", text) for text in (*problem[:2], *problem.keys))
@@ -230,7 +226,7 @@ def check_borders(data: TextOfARun) -> Iterator[Problem]:
                 cause = f"document_mask=true: documents begin with <|begin_of_text|> in {path}, llm.c's for Llama 3"
                 yield Problem(cause, keys=_OF_BORDERS)
                 return
-            seen.setdefault(begins, str(path) if path else f"source {name}")
+            seen.setdefault(begins, str(path or f"source {name}"))
     if len(seen) > 1:
         cause = f"document_mask=true: documents begin with the separator in {seen[True]}, end with it in {seen[False]}"
         yield Problem(cause, keys=_OF_BORDERS)
@@ -248,10 +244,6 @@ def _kinds(source: Mixed) -> Iterator[tuple[bool, Path | None]]:
 
 
 def _magic(path: Path) -> int:
-    """Return the first number of a file; 0 if it has none."""
-    try:
-        with path.open("rb") as file:
-            (number,) = struct.unpack("<i", file.read(4))
-    except (OSError, struct.error):
-        return 0
-    return int(number)
+    """Return the first number of a file; of one that is shorter, another than a header's."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(4), "little", signed=True)

@@ -6,18 +6,18 @@ import glob
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
+T = TypeVar("T")
+
 
 def find(pattern: str) -> list[Path]:
-    """Find what has this name, or else what matches it as a glob (`**` goes into folders).
-
-    Returns files and anything else, sorted.
-    """
+    """Find what has this name, or else what matches it as a glob (`**` goes into folders), sorted."""
     path = Path(pattern).expanduser()
     return [path] if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
 
@@ -34,14 +34,31 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_text(key: str, file: str, problems: list[Problem]) -> str:
-    """Return the text of the UTF-8 file that `key` names, without a byte order mark; "" after adding to `problems`."""
+def read_lines(
+    key: str, file: str, parse: Callable[[str], T], problems: list[Problem], remedy: str = "", comment: str = ""
+) -> list[T]:
+    """Return what `parse` makes of each line, but blank ones and comments, of the UTF-8 file that `key` names.
+
+    What is wrong is added to `problems`, by the line's number. Lines end in a line break alone, since a text in JSON
+    may have other characters that end one, and joined files have byte order marks at inner lines too.
+    """
+    found, before = [], len(problems)
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8-sig")
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:  # bytes that are no UTF-8; a name with a NUL
         reason = getattr(error, "strerror", None) or error
         problems.append(Problem(f"{key}={show(file)}: cannot be read: {reason} (looked in {Path.cwd()})"))
-    return ""
+        return []
+    for number, line in enumerate(lines, 1):
+        text = line.removeprefix("\ufeff").removesuffix("\r")
+        try:
+            if text.strip() and not (comment and text.lstrip().startswith(comment)):
+                found.append(parse(text))
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem(f"{key}={show(file)}, line {number}: {error}", remedy))
+    if not found and len(problems) == before:
+        problems.append(Problem(f"{key}={show(file)} has no line", remedy))
+    return found
 
 
 def check_folder(path: str | Path, setting: str) -> list[Problem]:

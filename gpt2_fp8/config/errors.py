@@ -12,10 +12,7 @@ from gpt2_fp8.config.shown import line
 
 
 class Problem(NamedTuple):
-    """One thing wrong with what the user asked for: what, perhaps in a second line what to type, and the keys of it.
-
-    A problem that only follows from another one is found by its keys, and left unsaid.
-    """
+    """What is wrong with what the user asked for, perhaps what to type instead, and the keys that it is about."""
 
     cause: str
     remedy: str = ""
@@ -26,22 +23,12 @@ class Problem(NamedTuple):
 
 
 class RunError(Exception):
-    """An expected end of a run.
-
-    The process returns `exit_code`. `summary.json` says `status`.
-
-    Args:
-        message: what has happened.
-        lead: what stands between that and how the run goes on, which its end knows (`tell`); None: it does not.
-
-    Attributes:
-        told: whether rank 0 says it, so that no other rank has to.
-    """
+    """An expected end of a run. The process returns `exit_code`, and `summary.json` says `status`."""
 
     exit_code = 1
     status = "failed"
-    lead: str | None = None
-    told = False
+    lead: str | None = None  # what stands between the message and how the run goes on; None: nobody knows that
+    told = False  # whether rank 0 says it, so that no other rank has to
 
     def __init__(self, message: str, lead: str | None = None):
         super().__init__(message)

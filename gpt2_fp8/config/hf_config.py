@@ -23,12 +23,12 @@ Keys = dict[str, Any]  # of `model`, with numbers where `null` would mean what f
 
 
 class Architecture(NamedTuple):
-    """One of Hugging Face's classes: its name, its `model_type`, and which options its block always or perhaps has."""
+    """One of Hugging Face's classes."""
 
     name: str
     model_type: str
-    always: frozenset[Option]
-    perhaps: frozenset[Option]
+    always: frozenset[Option]  # that its block has
+    perhaps: frozenset[Option]  # that its block may have
 
 
 _ANY_HEADS = frozenset({Option.GROUPED_HEADS, Option.OWN_HEAD_SIZE, Option.SCALED_ROPE, Option.UNTIED_HEAD})
@@ -68,9 +68,10 @@ _BANDS = {
 def misfits(spec: BlockSpec, architecture: Architecture) -> list[str]:
     """Name what a block has that an architecture lacks, and the other way round."""
     own = spec.options() - {Option.DROPOUT}  # which decides no logits
-    lacking, needed = own - architecture.always - architecture.perhaps, architecture.always - own
-    lacks = [f"no {option.removeprefix('a ')}" for option in Option if option in lacking]
-    return [*lacks, *(f"always {option.removeprefix('a ')}" for option in Option if option in needed)]
+    sides = {"no": own - architecture.always - architecture.perhaps, "always": architecture.always - own}
+    return [
+        f"{word} {option.removeprefix('a ')}" for word, found in sides.items() for option in Option if option in found
+    ]
 
 
 def to_hf(model: ModelConfig, architecture: Architecture, vocab_size: int, separator: int | None) -> dict[str, Any]:
@@ -115,17 +116,14 @@ def unknown(text: Keys, architecture: Architecture) -> Iterator[str]:
     if architecture is LLAMA and bool(text.get("attention_bias")) != bool(text.get("mlp_bias")):
         yield "attention_bias without mlp_bias, or the other way round"
     rope = _rope(text)
-    if architecture is not GPT2 and (kind := rope.get("rope_type", rope.get("type"))) not in _ROPES:
+    if architecture is not GPT2 and (kind := rope["rope_type"]) not in _ROPES:
         yield f"rope_type={kind!a:.60}, not {', '.join(sorted(filter(None, _ROPES)))}"
     if (part := rope.get("partial_rotary_factor", 1)) != 1:
         yield f"partial_rotary_factor={part!a:.60}"
 
 
 def from_hf(text: Keys, architecture: Architecture) -> Keys:
-    """Return the keys of `model` that a `config.json` says, `vocab_size` and `n_positions` included.
-
-    Raises KeyError for a key that it must have, and TypeError or ValueError for a value of another kind.
-    """
+    """Return the keys of `model` that a `config.json` says. Raises KeyError, TypeError or ValueError."""
     text = _DEFAULTS[architecture.model_type] | text
     keys: Keys = {"vocab_size": int(text["vocab_size"]), "tied_head": bool(text["tie_word_embeddings"])}
     if architecture is GPT2:
@@ -150,16 +148,16 @@ def from_hf(text: Keys, architecture: Architecture) -> Keys:
 
 def _rope(text: Keys) -> Keys:
     """Return what a file says of RoPE. Since transformers 5 it stands in one place, before that in two."""
-    said = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return {"rope_theta": text.get("rope_theta", ROPE_BASE)} | said
+    rope = {"rope_theta": text.get("rope_theta", ROPE_BASE)}
+    rope |= text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return {"rope_type": rope.get("type")} | rope
 
 
 def _from_rope(rope: Keys) -> Keys:
-    kind = rope.get("rope_type", rope.get("type"))
     keys: Keys = {"rope_base": float(rope["rope_theta"]), "rope_scaling": None, **dict.fromkeys(_BANDS)}
-    if kind in ("linear", "llama3"):
+    if rope["rope_type"] in ("linear", "llama3"):
         keys["rope_scaling"] = float(rope["factor"])
-    if kind == "llama3":
+    if rope["rope_type"] == "llama3":
         keys |= {ours: float(rope[theirs]) for ours, theirs in _BANDS.items()}
         keys["rope_original_positions"] = int(rope[_BANDS["rope_original_positions"]])
     return keys
@@ -172,10 +170,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def read_folder(path: Path) -> tuple[Architecture, Keys]:
-    """Return a folder's architecture, and the keys of `model` that it says.
-
-    Raises UserError, with every problem, if it is of no use here.
-    """
+    """Return a folder's architecture and keys of `model`. Raises UserError with every problem if it is of no use."""
     try:
         text = json.loads((path / CONFIG).read_bytes())
         named, kind = text.get("architectures"), text.get("model_type")

@@ -57,7 +57,6 @@ def fits_nothing(name: str, n_layer: int) -> bool:
 
 
 def _named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:
-    """Yield the blocks of a name, each with the parts that are named."""
     if end := _ENDS.fullmatch(name):
         count = int(end[2]) if end[2] else 1
         if count <= n_layer:

@@ -63,17 +63,11 @@ hints_of = cache(partial(get_type_hints, include_extras=True))
 
 
 class Kind(NamedTuple):
-    """What a key may be.
+    """What a key may be."""
 
-    Attributes:
-        members: of a union, each with the range that it or its list's items declare; of another type, itself.
-        classes: the dataclasses among them.
-        values: of a group whose keys are the user's own, the type of its values; None for any other key.
-    """
-
-    members: tuple[tuple[Any, Range | None], ...]
-    classes: tuple[Any, ...]
-    values: Any
+    members: tuple[tuple[Any, Range | None], ...]  # of a union, or the type itself: each with the range it declares
+    classes: tuple[Any, ...]  # the dataclasses among them
+    values: Any  # of a group whose keys are the user's own, the type of its values; else None
 
 
 @cache
@@ -93,7 +87,6 @@ def kind_of(hint: Any) -> Kind:
 
 
 def _annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a type, and what `Annotated` says of it."""
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
@@ -122,10 +115,7 @@ def tags_of(cls: Any, field: str) -> tuple[str, ...]:
 
 @cache
 def key_paths(cls: Any) -> dict[str, tuple[str, ...]]:
-    """Return every key of `cls` and below, as a path, with the tags of the union's members that have it.
-
-    A key outside of any union has no tags.
-    """
+    """Return every key of `cls` and below as a path, with the tags of the union's members that have it."""
     paths: dict[str, tuple[str, ...]] = {}
     for name, hint in hints_of(cls).items():
         classes = kind_of(hint).classes
@@ -204,10 +194,7 @@ ALIASES = {
 
 
 def near_names(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return up to `n` of `names` that look like `name`, the most similar first.
-
-    If one differs only in upper and lower case, it is returned alone.
-    """
+    """Return up to `n` of `names` that look like `name`, or the one that differs in upper and lower case alone."""
     lower = {other.lower(): other for other in names}
     if name.lower() in lower:
         return [lower[name.lower()]]
@@ -227,12 +214,7 @@ def key_named(name: str, schema: type) -> str | None:
 
 
 def unknown_key(path: str, own: Sequence[str], everywhere: Iterable[str]) -> tuple[str, str]:
-    """Return cause and remedy for a key that does not exist where it was put.
-
-    Args:
-        own: the names that do exist there.
-        everywhere: all keys there are, as paths.
-    """
+    """Return cause and remedy for a key that is not among the names `own` of its place, nor the paths `everywhere`."""
     group, _, leaf = path.rpartition(".")
     paths = list(everywhere)
     cause = f"there is no key {path}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.schema import RunConfig
@@ -51,11 +50,7 @@ def added(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
 
 
 def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> str:
-    """Say how the run in `folder` goes on after it has ended early, with the words that name it.
-
-    `here`: where the command was typed. `saved`: whether the folder has a checkpoint. `in_sweep`: it is one of the
-    folders of a sweep, which is named. Where a word has named the job's folder, `run_name` may differ between jobs.
-    """
+    """Say how the run in `folder` goes on after an early end. `in_sweep`: its sweep's folder is named, not its own."""
     if not saved:
         return "nothing was saved, and the same command begins again"
     if in_sweep:
@@ -67,10 +62,7 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
 
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
-    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again.
-
-    Where its schedule has ended, the learning rate stays as it was at the end, unless that is 0.
-    """
+    """Return the words that let a run go on for as long again, at the rate with which its schedule has ended."""
     trainer, optim, words = config.trainer, config.optim, []
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
     for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])]):
@@ -86,26 +78,12 @@ def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[s
 
 
 def _placed(folder: Path, here: Path) -> list[str]:
-    """Return the words that give a run its folder."""
     if folder.parent == here / "outputs":
         return [setting("run_name", folder.name)]
     return [setting("hydra.run.dir", str(as_typed(folder, here)))]
 
 
 def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:
-    """Replace the plan in `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
+    """Write the plan into `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{PLAN}.tmp"
-    temporary.write_text(json.dumps({"jobs": jobs}, indent=1))
-    os.replace(temporary, folder / PLAN)
-
-
-def jobs_of_plan(plan: Any) -> list[list[str]]:
-    """Return the jobs in a plan that was read; what has not their form is left out."""
-    jobs = plan.get("jobs") if isinstance(plan, dict) else None
-    return [job for job in jobs if is_words(job)] if isinstance(jobs, list) else []
-
-
-def is_words(value: object) -> bool:
-    """Return whether a value that was read is a list of words."""
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    (folder / PLAN).write_text(json.dumps({"jobs": jobs}, indent=1))

@@ -1,8 +1,7 @@
 """From a plain nested dictionary to dataclasses, strictly: every problem is collected, and nothing is guessed.
 
 It knows bool, int, float, str, None, Literal, list, dict, dataclasses, and unions of these. The dataclasses of a union
-are distinguished by their tag (`name` or `kind`), the one field that is a Literal in all of them. `Annotated` may give
-a number's range, and any key's meaning.
+are distinguished by their tag (`name` or `kind`), the one field that is a Literal in all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Problem]]:
-    """Build an instance of `cls` from `data`; return None and everything that is wrong if that fails.
-
-    `path` is the key at which `data` is.
-    """
+    """Build an instance of `cls` from `data`, which is at the key `path`; None if that fails, and all that is wrong."""
     builder = _Builder(cls)
     value = builder.value(cls, data, path)
     assert (value is _BAD) == bool(builder.found), "a bad value is always explained"
@@ -67,7 +63,6 @@ class _Builder:
         return self._refuse(kind, value, path)
 
     def _in_range(self, range_: Range, value: Any, path: str) -> Any:
-        """Return a value of the right type if it, or each item of a list, is in range."""
         for item in value if isinstance(value, list) else (value,):
             if reason := range_.why_not(item):
                 return self._bad(path, f"{path}={show(value)}: {reason}")
@@ -98,7 +93,6 @@ class _Builder:
         return cls(**values) if len(self.found) == before else _BAD
 
     def _open(self, hint: Any, data: object, path: str) -> Any:
-        """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
             return self._bad(path, f"{path}={show(data)}: needs keys with values")
         before = len(self.found)
@@ -127,10 +121,7 @@ class _Builder:
 
 
 def _match(member: Any, value: object) -> Any:
-    """Return `value` as one member of a union, or _BAD.
-
-    A bool is no number, an int is a float too, and a whole number may be a name.
-    """
+    """Return `value` as one member of a union, or _BAD. An int is a float and a name too; a bool is no number."""
     origin = get_origin(member)
     if origin is Literal:
         return value if any(type(choice) is type(value) and choice == value for choice in get_args(member)) else _BAD

@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 from gpt2_fp8.config import disk, hf_config, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import Amount, Count, Range, Seed, Share, problem, show
 
-T = TypeVar("T")
 Which = Literal["last", "best"]
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 Texts = Annotated[int, Range(1, 10**5)]
@@ -123,9 +122,8 @@ def _check_out(out: str | None, **read: str | None) -> Iterator[Problem]:
     if out is None:
         return
     path = Path(out).expanduser()
-    if replaced := [
-        key for key, file in read.items() if file and path.absolute() == Path(file).expanduser().absolute()
-    ]:
+    replaced = [key for key, file in read.items() if file and path.absolute() == Path(file).expanduser().absolute()]
+    if replaced:
         yield Problem(f"out={show(out)}: would replace the file of {replaced[0]}")
     elif not out.strip() or path.is_dir():
         yield Problem(f"out={show(out)}: no name of a file")
@@ -141,25 +139,7 @@ def beginnings(config: GenerateConfig, problems: list[Problem]) -> list[str]:
     if config.prompts is None:
         return config.prompt or [""]
     parse = _prompt if Path(config.prompts).suffix == ".jsonl" else str
-    return _read_lines("prompts", config.prompts, parse, problems)
-
-
-def _read_lines(key: str, file: str, parse: Callable[[str], T], problems: list[Problem]) -> list[T]:
-    """Return what `parse` makes of each line that is not blank.
-
-    What is wrong is added to `problems`, by the line's number. Lines end in a line break alone, since a text in JSON
-    may have other characters that end one, and joined files have byte order marks at inner lines too.
-    """
-    found, before = [], len(problems)
-    for number, line in enumerate(disk.read_text(key, file, problems).split("\n"), 1):
-        try:
-            if (text := line.removeprefix("\ufeff").removesuffix("\r")).strip():
-                found.append(parse(text))
-        except (ValueError, RecursionError) as error:
-            problems.append(Problem(f"{key}={show(file)}, line {number}: {error}"))
-    if not found and len(problems) == before:
-        problems.append(Problem(f"{key}={show(file)} has no line"))
-    return found
+    return disk.read_lines("prompts", config.prompts, parse, problems)
 
 
 def _prompt(line: str) -> str:
@@ -181,7 +161,7 @@ class Item(NamedTuple):
 
 def read_ranking(file: str, problems: list[Problem]) -> list[Item]:
     """Return the items of a file of HellaSwag's form (Zellers et al. 2019). What is wrong is added to `problems`."""
-    return _read_lines("ranking", file, _item, problems)
+    return disk.read_lines("ranking", file, _item, problems)
 
 
 def _item(line: str) -> Item:

@@ -31,11 +31,14 @@ def tokens_a_step(config: RunConfig) -> int:
     return config.global_batch_size * config.model.n_positions
 
 
-def limits(config: RunConfig, tokens_a_pass: int | None = None) -> dict[str, int]:
-    """Return the step at which each limit ends the run, by its key.
+def known_ranks(config: RunConfig) -> int:
+    """Return how many ranks a run has; of `trainer.devices=auto` at least."""
+    devices = config.trainer.devices
+    return (1 if devices == "auto" else devices) * config.trainer.num_nodes
 
-    `tokens_a_pass`: how many tokens the training text has; None: not counted, so `max_epochs` gives no step yet.
-    """
+
+def limits(config: RunConfig, tokens_a_pass: int | None = None) -> dict[str, int]:
+    """Return the step at which each limit ends the run, by its key. `tokens_a_pass`: None if no text was counted."""
     options, step = config.trainer, tokens_a_step(config)
     found: dict[str, int] = {}
     if options.max_steps is not None:
@@ -86,10 +89,7 @@ def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
 
 
 def fit_schedule(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
-    """Return the configuration with a warm-up and a decay that fit the run, unless their keys are `typed`.
-
-    A group's values are meant for its own number of steps. What was typed is kept, for `check` to refuse.
-    """
+    """Fit warm-up and decay, which a group's file means for its own number of steps, to the run unless `typed`."""
     known, optim = limits(config, tokens_a_pass), config.optim
     steps = min(known.values(), default=0)
     if steps < 1:
@@ -110,11 +110,7 @@ def describe_schedule(before: OptimConfig, config: RunConfig) -> Iterator[str]:
 
 
 def fit_micro_batch(config: RunConfig, world_size: int, typed: Container[str], alone: bool = True) -> RunConfig:
-    """Return the configuration with a micro-batch that divides a rank's share of a step, unless the key is `typed`.
-
-    It is only ever lowered. What the ranks cannot share at all is left, for `checks.check_batch` to refuse, and so is
-    the micro-batch of a run of one process that is `alone`: no launcher may have started others before.
-    """
+    """Lower the micro-batch to a divisor of a rank's share, unless it is `typed`, or there is one rank, `alone`."""
     micro, whole = config.micro_batch_size, config.global_batch_size
     if micro == "auto" or (alone and world_size == 1) or whole % world_size or "micro_batch_size" in typed:
         return config
@@ -124,8 +120,7 @@ def fit_micro_batch(config: RunConfig, world_size: int, typed: Container[str], a
 
 def describe_micro_batch(before: RunConfig, config: RunConfig) -> Iterator[str]:
     """Yield in words what `fit_micro_batch` has made of the micro-batch of `before`."""
-    was, now = before.micro_batch_size, config.micro_batch_size
-    if was != now:
+    if (was := before.micro_batch_size) != (now := config.micro_batch_size):
         yield (
             f"micro-batch {now} instead of {was}, which does not divide a process's share of the "
             f"{config.global_batch_size} sequences of a step; micro_batch_size=NUMBER sets it"

@@ -10,15 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gpt2_fp8.config.data_schema import (
-    FileOrHubData,
-    FilesData,
-    HubData,
-    MixtureData,
-    RegisteredData,
-    StdlibData,
-    TokenFilesData,
-)
+from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.config.keys import Amount, Count, Part, Positive, Range, Seed, Sequences, Share, Steps, Tokens
 
 Recompute = Literal["none", "mlp", "full"]
@@ -62,9 +54,8 @@ class PlainPrecisionConfig:
     """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
 
     name: Literal["fp32", "bf16"]
-    backend: Literal[
-        "auto", "fused", "te", "torchao", "reference", "emulated"
-    ]  # what computes it; auto: reference, plain torch (compiled)
+    # which layers compute it; auto: in FP8 the first of fused, te and torchao that can, else reference, plain torch
+    backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +68,7 @@ class FP8PrecisionConfig:
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)
     backward: Literal["fp8", "bf16", "bf16_wgrad"] = "fp8"  # or both products of the backward in bf16, or one
-    # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device; auto: the
-    # first of fused, te and torchao that can
+    # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
     bf16_last_steps: Steps = 0  # how many steps at the end of the run compute in bf16
@@ -279,7 +269,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | RegisteredRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
+    data: TextOfARun
     optim: OptimConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)

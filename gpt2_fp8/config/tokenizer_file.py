@@ -27,20 +27,13 @@ _MOST_IDS = 1 << 31  # a batch has ids as int32
 
 
 class Described(NamedTuple):
-    """A tokenizer's file.
-
-    Attributes:
-        path: the file itself.
-        ids: how many ids a model needs: one more than the largest.
-        separator: the id that ends a document.
-        ranks: of Llama 3's file, each token's rank; None for a `tokenizer.json`.
-    """
+    """A tokenizer's file."""
 
     path: Path
     kind: Literal["tokenizer.json", "llama3"]
-    ids: int
-    separator: int
-    ranks: dict[bytes, int] | None = None
+    ids: int  # how many a model needs: one more than the largest
+    separator: int  # the id that ends a document
+    ranks: dict[bytes, int] | None = None  # of Llama 3's file, each token's rank
 
 
 def number_of_ids(name: str) -> int:
@@ -83,11 +76,7 @@ def read(path: Path) -> bytes:
 
 
 def describe(path: Path, content: bytes) -> Described:
-    """Describe the file `path` with this content. Raises UserError if it is no tokenizer's, or nothing ends a document.
-
-    A `tokenizer.json` does not say which token ends a document. It is the first of `SEPARATORS` that the file has, or
-    else the `eos_token` of the `tokenizer_config.json` beside it.
-    """
+    """Describe a tokenizer's file. Raises UserError if it is none, or nothing ends a document."""
     try:
         if content.lstrip()[:1] == b"{":
             return _json(path, json.loads(content))
@@ -103,7 +92,6 @@ def refused(path: Path, why: str) -> UserError:
 
 @lru_cache(maxsize=64)
 def _count_ids(path: Path, mtime_ns: int, size: int) -> int:
-    """Return the number of ids of a file, which is read once for each of its contents."""
     described = describe(path, read(path))
     if described.kind == "tokenizer.json" and find_spec("tokenizers") is None:
         raise UserError.of(f"data.tokenizer={path}: the library tokenizers, which reads it, is not installed", INSTALL)
@@ -127,11 +115,8 @@ def _json(path: Path, content: dict[str, Any]) -> Described:
 
 
 def _eos_token(path: Path) -> str | None:
-    """Return what the `tokenizer_config.json` beside a `tokenizer.json` says of a text's end; None if nothing."""
     beside = path.with_name("tokenizer_config.json")
-    if not beside.is_file():
-        return None
-    token = json.loads(read(beside)).get("eos_token")
+    token = json.loads(read(beside)).get("eos_token") if beside.is_file() else None
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -29,11 +29,7 @@ Status = Literal["ok", "out of memory", "refused", "failed", "timed out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to measure. A step is a whole optimizer step.
-
-    That is `global_batch_size` sequences in micro-batches, clipped and applied, on tokens of the configuration's data
-    set that are already on the device.
-    """
+    """What to measure: whole optimizer steps, on tokens of the configuration's data set that are on the device."""
 
     config: RunConfig
     steps: int  # timed
@@ -80,11 +76,7 @@ class Result:
 
 
 def measure(case: Case, timeout_s: float, log: Path | None = None) -> Result:
-    """Run a case in a child process, so that a crash, too little memory or a hang is only a row.
-
-    `log`: where the child's output is kept. Returns a Result whatever happens to the child. Raises KeyboardInterrupt
-    after the child is gone.
-    """
+    """Run a case in a child process, so that a crash or a hang is only a row. `log`: a file for its output."""
     ended = run_child("gpt2_fp8.measure.worker", asdict(case), timeout_s, log)
     if ended.status != "ok":
         return Result(status=ended.status, message=ended.message)
@@ -97,22 +89,15 @@ def measure(case: Case, timeout_s: float, log: Path | None = None) -> Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended. `answer` is what it wrote; None unless the status is "ok".
-
-    `message`: why there is no answer, in one line; or why the answer is not complete.
-    """
+    """How a child ended: its answer, and why there is none, or why it is not complete."""
 
     status: Literal["ok", "failed", "timed out"]
-    answer: Any = None
+    answer: Any = None  # what it wrote; None unless the status is "ok"
     message: str | None = None
 
 
 def run_child(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
-    """Run `module` on a request of plain JSON values.
-
-    `log`: where its output is kept. Raises KeyboardInterrupt, and no error of the child. The child and its children are
-    gone in either case.
-    """
+    """Run `module` on a request of plain JSON values. In any case the child and its children are gone at the end."""
     try:
         with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
             folder = Path(name)

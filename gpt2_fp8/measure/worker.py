@@ -131,10 +131,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
 
 
 def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
-    """Return the ids of `count` steps, int32 [global_batch_size, n_positions + 1], and the vocabulary size.
-
-    The ids are on the device. If the data has fewer steps, they repeat.
-    """
+    """Return the ids of `count` steps on the device, int32 [sequences, n_positions + 1], and the vocabulary size."""
     data = TokenDataModule.from_config(replace(config, data=without_validation(config.data)))
     data.setup()
     try:

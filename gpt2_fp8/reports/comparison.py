@@ -71,6 +71,20 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     return Comparison(sides, tokens, width, np.array(sorted(checked)))
 
 
+def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
+    """Return every figure, and what to know of them. `left_out`: a line for each run that could not be read."""
+    sides = found.sides
+    return {
+        "tokens": found.tokens,
+        "runs": [describe_runs(side) for side in sides],
+        "verdict": [verdict(side, found) for side in sides[1:] if side.condition.fp8],
+        "losses": [row for side in sides for row in losses(side, found)],
+        "equal_loss": [row for side in sides for row in equal_loss(side, found)],
+        "throughput": [throughput(side, found) for side in sides],
+        "notes": [*notes(found), *(f"Left out: {line}" for line in left_out)],
+    }
+
+
 def losses(side: Side, found: Comparison) -> Iterator[Row]:
     """Yield validation and training loss at the end. Intervals are Welch's; pairs are of equal seeds."""
     name = {"condition": side.condition.name}
@@ -80,7 +94,7 @@ def losses(side: Side, found: Comparison) -> Iterator[Row]:
     of: dict[str, Callable[[Run], Array]] = {}
     if found.validated.size:
         of["validation"] = lambda run: run.curve.validation(found.validated[-1])
-    of["training"] = lambda run: _training(found)(run, found.tokens)
+    of["training"] = lambda run: run.curve.mean(np.asarray(found.tokens), found.width)
     for kind, loss in of.items():
         own, base = ({seed: float(value) for seed, value in each.by_seed(loss).items()} for each in (side, found.base))
         values, others = list(own.values()), list(base.values())
@@ -109,7 +123,7 @@ def equal_loss(side: Side, found: Comparison) -> Iterator[Row]:
         ends = np.unique(np.concatenate([run.curve.tokens for each in both for run in each.runs]))
         ends = ends[(ends >= found.width) & (ends < found.tokens)]
         at = np.append(ends[:: max(1, ends.size // _MOST_POINTS)], found.tokens)
-        kind, loss = "training", lambda run: _training(found)(run, at)
+        kind, loss = "training", lambda run: run.curve.mean(at, found.width)
     curve, time = ([each.by_seed(of) for each in both] for of in (loss, lambda run: run.curve.seconds_at(at)))
 
     def crossings(kept: Seeds) -> Array:
@@ -193,12 +207,8 @@ def notes(found: Comparison) -> Iterator[str]:
 def mean_curve(side: Side, found: Comparison, points: int) -> tuple[Array, Array, Array]:
     """Return tokens, the mean training loss there, and its standard deviation between runs."""
     at = np.linspace(found.width, found.tokens, points)
-    each = np.array([_training(found)(run, at) for run in side.runs])
+    each = np.array([run.curve.mean(at, found.width) for run in side.runs])
     return at, each.mean(axis=0), each.std(axis=0, ddof=1) if len(each) > 1 else np.zeros(points)
-
-
-def _training(found: Comparison) -> Callable[[Run, Any], Array]:
-    return lambda run, at: run.curve.mean(at, found.width)
 
 
 def _speed(condition: Condition) -> tuple[float | None, float | None]:

@@ -1,4 +1,4 @@
-"""Reports as Markdown, aligned for a terminal too, as one HTML page, and as a picture (PNG, None without matplotlib).
+"""A comparison as Markdown, aligned for a terminal too, as one HTML page, and as a picture where there is matplotlib.
 
 Texts of a run's folder may be a stranger's: they are escaped here.
 """
@@ -8,16 +8,34 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from markdown_it import MarkdownIt
 
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.shown import inert, line, table
-from gpt2_fp8.reports.comparison import Comparison, mean_curve
+from gpt2_fp8.reports.comparison import Comparison, Row, mean_curve
 
-Row = Mapping[str, str]
+FILES = ("compare.md", "compare.html", "compare.png")
+_TITLE = "Comparison of runs"
+_SECTIONS = {  # by key: the title, and what is said of the figures
+    "runs": ("Runs", "Compared with {base}, up to the {tokens:,.0f} tokens that all have."),
+    "verdict": ("Verdict on FP8", "By the confidence interval of the difference in loss."),
+    "losses": ("Losses", "Nats a token. The interval is Welch's, at 95 %; pairs are of equal seeds. A training loss is "
+               "the mean of the last {width:,.0f} tokens."),
+    "equal_loss": ("Time to equal loss", "When the mean curves of a condition and of the base first came down to the "
+                   "higher of their two losses at the end. Errors are standard errors over seeds (jackknife)."),
+    "throughput": ("Throughput and memory", "Medians of a run's logged intervals, then means of the runs. Memory: the "
+                   "peak."),
+}  # fmt: skip
+_FORMS = {key: form for form, keys in {
+    ".4f": ("mean", "deviation", "level", "paired_error"), "+.4f": ("above_base", "paired"),
+    "+.2%": ("relative", "relative_low", "relative_high"), ".0%": ("memory_of_base",), ".2f": ("times_base",),
+    ",.0f": ("tokens", "base_tokens", "tokens_per_second"), ",.1f": ("seconds", "base_seconds", "memory_gb"),
+    ".3f": ("tokens_ratio", "tokens_error", "seconds_ratio", "seconds_error"),
+}.items() for key in keys}  # fmt: skip
 _MOST = 10  # conditions: the colours of one cycle
 _POINTS = 200  # of a curve
 # Of lines that coincide, the one below shows through the gaps of the next.
@@ -43,35 +61,40 @@ $body
 """)
 
 
-class Section(NamedTuple):
-    """A part of a report."""
+def write(folder: Path, found: Comparison, figures: dict[str, Any]) -> str:
+    """Write the files into `folder`, and return the Markdown. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, picture = _markdown(found, figures), _draw(found)
+    body, linked = MarkdownIt("commonmark", {"html": False}).enable("table").render(text), text
+    if picture is not None:
+        (folder / FILES[2]).write_bytes(picture)
+        body += f'<img alt="{_TITLE}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+        linked = f"{text}\n![{_TITLE}]({FILES[2]})\n"
+    durable.write_text(folder / FILES[0], linked)
+    durable.write_text(folder / FILES[1], _PAGE.substitute(title=_TITLE, body=body))
+    return linked
 
-    title: str
-    sentences: Sequence[str]
-    rows: Sequence[Row] = ()
 
-
-def markdown(title: str, sections: Sequence[Section], picture: str | None) -> str:
-    """Return a report as Markdown. `picture`: the name of its file, or None."""
-    parts = [f"# {title}"]
-    for section in sections:
-        mark = "- " if len(section.sentences) > 1 else ""
-        told = "\n".join(f"{mark}{inert(sentence, 1000)}" for sentence in section.sentences)
-        parts += [f"## {section.title}", told, table(section.rows)]
-    parts += [f"![{title}]({picture})"] if picture else []
+def _markdown(found: Comparison, figures: dict[str, Any]) -> str:
+    of = {"base": found.base.condition.name, "tokens": found.tokens, "width": found.width}
+    parts = [f"# {_TITLE}"]
+    for key, (title, about) in _SECTIONS.items():
+        if figures[key]:
+            parts += [f"## {title}", inert(about.format(**of), 1000), table(list(map(_format, figures[key])))]
+    if figures["notes"]:
+        mark = "- " if len(figures["notes"]) > 1 else ""
+        parts += ["## Notes", "\n".join(f"{mark}{inert(note, 1000)}" for note in figures["notes"])]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def page(title: str, text: str, picture: bytes | None) -> str:
-    """Return a report in Markdown as an HTML page without scripts. `picture`: a PNG, or None."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    if picture is not None:
-        body += f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
-    return _PAGE.substitute(title=title, body=body)
+def _format(row: Row) -> Row:
+    return {
+        key.replace("_", " "): "" if cell is None else format(cell, _FORMS.get(key, "")) for key, cell in row.items()
+    }
 
 
-def comparison(found: Comparison) -> bytes | None:
-    """Draw training and validation loss, and how far the training loss is above the base's."""
+def _draw(found: Comparison) -> bytes | None:
+    """Draw training and validation loss, and how far the training loss is above the base's, as a PNG."""
     try:
         from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
     except ImportError:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2_fp8.config import disk
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.train import metrics_csv
 
@@ -118,10 +119,7 @@ class Condition:
 
 
 def read(tops: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Return the runs in some folders, a run's own or one above several, and a line for each that cannot be read.
-
-    Raises OSError if one of `tops` cannot be listed.
-    """
+    """Return the runs in some folders, and a line for each that cannot be read. Raises OSError for one of `tops`."""
     paths = list(dict.fromkeys(path.resolve() for top in tops for path in below(top)))
     common = Path(os.path.commonpath(paths)) if len(paths) > 1 else Path("/")
     found, left_out = [], []
@@ -194,10 +192,7 @@ def _flat(part: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def conditions(found: Sequence[Run]) -> list[Condition]:
-    """Return the conditions of runs, in the order of their first runs. A run that fell back is a condition of its own.
-
-    They are named by as few keys as tell them apart.
-    """
+    """Return the conditions of runs, named by as few keys as tell them apart. A run that fell back has its own."""
     groups: dict[str, list[Run]] = {}
     for run in found:
         groups.setdefault(repr(sorted(_settings(run).items())), []).append(run)
@@ -214,6 +209,14 @@ def conditions(found: Sequence[Run]) -> list[Condition]:
 def base_of(each: Sequence[Condition]) -> Condition:
     """Return what the others are compared with: bf16 if it ran, else any without FP8, else the first."""
     return min(each, key=lambda condition: (condition.fp8, condition.runs[0].ran != "bf16"))
+
+
+def find_condition(name: str, each: Sequence[Condition]) -> Condition:
+    """Return the condition of this name, or the only one whose name begins with it. Raises UserError."""
+    for found in ([one for one in each if one.name == name], [one for one in each if one.name.startswith(name)]):
+        if len(found) == 1:
+            return found[0]
+    raise UserError.of(f"--base {name} is none of the conditions", f"one of {[one.name for one in each[:10]]}")
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -240,10 +243,7 @@ def _name(found: dict[str, Any], keys: Sequence[str]) -> str:
 
 
 def read_curve(rows: Sequence[Mapping[str, float]]) -> Curve:
-    """Return the curve of the rows of a `metrics.csv`, in the order of their steps. It is empty without training.
-
-    A row that repeats a step, which a resumed run may have logged again, replaces the earlier one.
-    """
+    """Return the curve of a `metrics.csv`. A row that repeats a step, as after a resume, replaces the earlier one."""
     trained = {int(row["step"]): row for row in rows if "train_loss" in row and row["step"] > 0}
     ordered = [trained[step] for step in sorted(trained)]
     each = next((row["tokens"] / row["step"] for row in reversed(ordered) if _usable(row, "tokens")), 1.0)

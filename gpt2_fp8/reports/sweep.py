@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.shown import as_typed, table
+from gpt2_fp8.config.shown import as_typed, counted, table
 from gpt2_fp8.reports import runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -56,23 +56,20 @@ class Job:
 
 
 def read(folder: Path) -> list[Job]:
-    """Return the jobs in a sweep's folder, best first: all that are there, and those that the plan still lacks.
-
-    Raises OSError if the folder cannot be read.
-    """
+    """Return the jobs in a sweep's folder, best first, and those that its plan still lacks. Raises OSError."""
     jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder)]
     ran = {frozenset(job.words) for job in jobs}
-    plan: Any = None
+    planned = None
     with suppress(OSError, ValueError):
-        plan = disk.read_json(folder / own_words.PLAN)
-    missing = [words for words in own_words.jobs_of_plan(plan) if frozenset(words) not in ran]
-    return sorted([*jobs, *(Job("", tuple(words), NOT_RUN) for words in missing)], key=lambda job: job.order)
+        planned = runs.at(disk.read_json(folder / own_words.PLAN), list, "jobs")
+    missing = [words for words in map(_texts, planned or []) if frozenset(words) not in ran]
+    return sorted([*jobs, *(Job("", words, NOT_RUN) for words in missing)], key=lambda job: job.order)
 
 
 def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
     """Write the files into `folder`; yield what to print, the table before anything is written. Raises OSError."""
     counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
-    count = f"{len(jobs):,} {'job' if len(jobs) == 1 else 'jobs'}: {counts}"
+    count = f"{counted(len(jobs), 'job')}: {counts}"
     rows, forms = job_rows(jobs), {column: form for column, _, form in _FIGURES}
     shown = [{key: format(cell, forms.get(key, "") if cell != "" else "") for key, cell in row.items()} for row in rows]
     more = f"\n{len(jobs) - MOST_LINES:,} more jobs: in sweep.csv" if len(jobs) > MOST_LINES else ""
@@ -127,14 +124,14 @@ def _job(path: Path, name: str) -> Job:
         found = runs.summary(path)
     except ValueError as error:
         return Job(name, _hydras_words(path), UNFINISHED, str(error))
-    status, words = runs.at(found, str, "status"), found.get("overrides")
+    status = runs.at(found, str, "status")
     told = [(runs.at(found, str, "message") or "").partition("\n")[0].removeprefix("error: ")]
     if reason := runs.at(found, str, "precision", "reason"):
         told.append(f"ran {runs.at(found, str, 'precision', 'ran')}: {reason}")
     figures = {column: runs.at(found, (int, float), key) for column, key, _ in _FIGURES}
     return Job(
         folder=name,
-        words=tuple(words) if words and own_words.is_words(words) else _hydras_words(path),
+        words=_texts(found.get("overrides")) or _hydras_words(path),
         status=status if status in _RANKS else UNFINISHED,
         message="; ".join(filter(None, told)),
         figures={column: value for column, value in figures.items() if value is not None},
@@ -143,7 +140,11 @@ def _job(path: Path, name: str) -> Job:
 
 def _hydras_words(path: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra has written for a job; none if that file cannot be read."""
-    words = None
     with suppress(OSError, ValueError, yaml.YAMLError):
-        words = yaml.safe_load((path / runs.HYDRA / "overrides.yaml").read_text(encoding="utf-8"))
-    return tuple(words) if words and own_words.is_words(words) else ()
+        return _texts(yaml.safe_load((path / runs.HYDRA / "overrides.yaml").read_text(encoding="utf-8")))
+    return ()
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """Return the texts in a list that was read; nothing of another value."""
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from gpt2_fp8 import __version__
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime import ranks, signals
 from gpt2_fp8.runtime.signals import SIGNALS
 
 VERSION = f"gpt2_fp8 {__version__}"
@@ -133,25 +133,47 @@ def main(name: str, program: Callable[[list[str]], int], once_a_node: bool = Fal
     return end(program(sys.argv[1:]))
 
 
-def exit_code(work: Callable[[], None]) -> int:
-    """Call `work`, and return 0, or the code of how it ended.
+def exit_code(work: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
+    """Make a program's `main` return an exit code: its own or 0, or the code of how it ended.
 
     That is a RunError's own code, 130 after SIGINT, 141 if the reader of the output has ended, or 1 if a file could not
     be written.
     """
-    try:
-        work()
-    except RunError as error:
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return without_reader()
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    @wraps(work)
+    def main(argv: list[str]) -> int:
+        try:
+            return work(argv) or 0
+        except RunError as error:
+            print(harmless(str(error)), file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            return without_reader()
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return main
+
+
+def stoppable(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Make a program's `main` end at once by a signal, with exit code 128 plus its number."""
+
+    @wraps(main)
+    def stopped(argv: list[str]) -> int:
+        with signals.handle_signals() as handlers:
+            try:
+                with handlers.at_once():
+                    return main(argv)
+            except BaseException:  # what was interrupted may have failed for that
+                if handlers.received is None:
+                    raise
+            say("stopped")
+        return 128 + handlers.received
+
+    return stopped
 
 
 def to_write(file: str) -> Path:

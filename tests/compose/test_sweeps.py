@@ -94,8 +94,7 @@ def test_a_sweep_is_in_its_table_and_goes_on(tmp_path):
     with (tmp_path / "outputs/two/sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["job"], row["steps"], row["status"]) for row in rows] == [
-        ("z1", "3", "completed"),
-        ("z2", "3", "completed"),
+        (name, "3", "completed") for name in ("z1", "z2")
     ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, PARTS, fits_nothing, kept, partly, split_mlp
+from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, fits_nothing, kept, partly, split_mlp
 
 NONE = frozenset()
 
@@ -55,8 +55,3 @@ def test_what_fits_nothing(name):
     assert fits_nothing(name, 4)
     assert parts(name) == [NONE] * 4
     assert not kept([name], 4).head
-
-
-def test_parts_are_those_of_a_block():
-    assert {*PARTS} == ALL_PARTS
-    assert MLP < ALL_PARTS

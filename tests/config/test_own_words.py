@@ -44,15 +44,12 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
         ("", "trainer.max_steps", 300, ["trainer.max_steps=600", *KEPT]),
         ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
         ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6", *KEPT]),
-        (
-            "optimizer=muon optimizer.matrix_lr=0.02 optim.schedule=warmup_stable_decay optim.decay_steps=30",
-            "trainer.max_steps",
-            300,
-            ["trainer.max_steps=600", KEPT[0], "optimizer.matrix_lr=0.002", *KEPT[1:], "optim.decay_steps=null"],
-        ),
+        ("optimizer=muon optimizer.matrix_lr=0.02 optim.schedule=warmup_stable_decay optim.decay_steps=30",
+         "trainer.max_steps", 300,
+         ["trainer.max_steps=600", KEPT[0], "optimizer.matrix_lr=0.002", *KEPT[1:], "optim.decay_steps=null"]),
         ("optim.min_lr_ratio=0", "trainer.max_steps", 300, ["trainer.max_steps=600"]),  # at a rate of 0
     ],
-)
+)  # fmt: skip
 def test_twice_as_long_goes_on(line, ended_by, steps, words):
     (config,) = preflight(shlex.split(line))
     assert twice_as_long(config, ended_by, steps) == words

@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
-from gpt2_fp8.diagnose import probe
-from gpt2_fp8.diagnose.probe import RUNS
-from gpt2_fp8.measure import worker
+from gpt2_fp8.measure import machine, worker
 from gpt2_fp8.measure.case import Case
+from gpt2_fp8.measure.machine import RUNS
 from tests.gpu.common import HOPPER, composed
 
 pytestmark = pytest.mark.fp8
@@ -56,7 +55,7 @@ def test_what_is_said_is_what_a_run_does(report, recipe, backend):
 
 
 def test_a_step_in_fp8_has_a_time():
-    step = probe.measured(print)["fp8_hybrid"]
+    step = machine.measure_steps(print)["fp8_hybrid"]
     assert step.problem is None
     assert step.backend == ("fused" if HOPPER else "te")
     assert step.milliseconds

@@ -88,16 +88,6 @@ def test_a_failure_is_one_line(text, message, module, tmp_path):
     assert (tmp_path / "log").exists()
 
 
-def test_no_room_for_the_request_is_a_failure(module, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    name = module(ANSWERS)
-    monkeypatch.setattr(Path, "write_text", full)
-    ended = run(name, 1, 60)
-    assert (ended.status, ended.message) == ("failed", "could not be run: [Errno 28] No space left on device")
-
-
 @pytest.mark.usefixtures("from_ready")
 def test_a_hang_ends_with_all_its_children(module):
     ended = run(module(HANGS), {}, 1)

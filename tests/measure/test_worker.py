@@ -1,15 +1,13 @@
 """A case trains what a run trains, and tells how it went whatever happens."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.compat import torch_private
 from gpt2_fp8.measure import worker
-from gpt2_fp8.measure.case import WAITS, Case, measure
+from gpt2_fp8.measure.case import Case, measure
 from tests.runs import SMALL, record_steps, train
 
 
@@ -58,13 +56,7 @@ def test_what_cannot_run_here_is_refused():
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has..."), "out of memory"),
-        (RuntimeError("CUDA error: out of memory"), "out of memory"),
-        (MemoryError(), "out of memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out of memory"),
-        (RuntimeError("shapes do not\n fit"), "failed"),
-    ],
+    [(torch.OutOfMemoryError("CUDA out of memory."), "out of memory"), (RuntimeError("shapes do not\n fit"), "failed")],
 )
 def test_errors_in_the_middle(error, status, monkeypatch):
     def step(self, ids):
@@ -83,9 +75,6 @@ def test_in_a_process_of_its_own():
     assert (result.status, result.message) == ("ok", None)
     assert result == replace(result, losses=worker.run(case(steps=1, warmup=0)).losses)
     assert result.profile[0].calls
-
-
-def test_a_case_that_hangs():
     assert measure(case(), 0.2).message == "took longer than 0.2 seconds"
 
 
@@ -100,30 +89,3 @@ def test_a_case_that_hangs():
 )
 def test_what_a_gpu_waits_between_kernels(ranges, gaps):
     assert worker.waits(ranges) == gaps
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """A GPU whose profiler shows what `on_gpu` has: (name, begin, end) in microseconds."""
-    shown, launched = [], []
-    monkeypatch.setattr(worker, "_events", lambda run, _: run() or [Shown(*event) for event in shown])
-    monkeypatch.setattr(torch_private, "mark_on_gpu", lambda: launched.append("mark"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return shown, launched
-
-
-class Shown:
-    def __init__(self, name, begin, end):
-        self.name, self.time_range = name, SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
-
-
-def test_the_step_that_is_profiled_on_a_gpu_follows_another_one(on_gpu):
-    shown, launched = on_gpu
-    mark = (f"void {torch_private.MARK}(long)", 20, 21)
-    shown += [("a", 0, 10), ("b", 12, 20), mark, ("a", 21, 30), ("b", 33, 40), ("a", 40, 45)]
-    lines = worker.profile_step(lambda: launched.append("step"), "cuda")
-    assert launched == ["mark", "step", "mark", "step"]
-    assert [(line.name, line.milliseconds, line.calls) for line in lines] == [
-        *(("a", 0.014, 2), ("b", 0.007, 1), (WAITS, 0.003, 1)),
-    ]
-    assert [line.share for line in lines] == pytest.approx([14 / 24, 7 / 24, 3 / 24])

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from gpt2_fp8 import compare
 from gpt2_fp8.reports import comparison, runs
 from tests.reports.made import TOKENS, rows, run, settings
 
@@ -25,7 +24,7 @@ def sweep(folder, precision="bf16", above=0.0, seeds=(1, 2, 3), seconds=0.5, ste
 def compared(folder):
     each = runs.conditions(runs.read([folder])[0])
     found = comparison.compare(each, runs.base_of(each))
-    told = compare.plain(found, [])
+    told = comparison.figures(found, [])
     return found, json.loads(json.dumps(told, allow_nan=False))
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -14,15 +13,19 @@ from gpt2_fp8.runtime.programs import source_digest
 
 
 def test_a_program_ends_with_the_code_of_its_error(capsys):
-    def work(error):
-        raise error
+    def program(error):
+        @programs.exit_code
+        def main(argv):
+            raise error
+
+        return main([])
 
     errors = {2: UserError.of("no"), 4: DataSourceLost("lost"), 130: KeyboardInterrupt(), 1: OSError(28, "full")}
     for code, error in errors.items():
-        assert programs.exit_code(partial(work, error)) == code
+        assert program(error) == code
         assert bool(capsys.readouterr().err) == (code != 130)
     with pytest.raises(ZeroDivisionError):
-        programs.exit_code(partial(work, ZeroDivisionError()))
+        program(ZeroDivisionError())
 
 
 @pytest.mark.whole

@@ -14,7 +14,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gpt2_fp8 import evaluate
-from gpt2_fp8.compose import evaluation
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
@@ -245,6 +244,6 @@ def test_a_strangers_configuration_runs_no_code_and_reads_no_environment(run: Pa
         config, plugins=["os_of_a_stranger"], notes="${oc.env:HOME}", run_name="${oc.env:HOME}",
         callbacks=replace(config.callbacks, extra=["theirs"]),
     )  # fmt: skip
-    request = evaluation.read_words([f"ckpt_path={run}", "data=stdlib"])
-    made = evaluation.configuration(request, odd)
+    request = evaluate.read_words([f"ckpt_path={run}", "data=stdlib"])
+    made = evaluate.configuration(request, odd)
     assert (made.plugins, made.callbacks.extra, made.notes) == ([], [], "${oc.env:HOME}")

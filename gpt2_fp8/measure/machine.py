@@ -1,7 +1,7 @@
-"""Collects the facts of this machine: of the host here, of torch and what stands on it in a child process.
+"""The facts of this machine: of the host, of torch and what FP8 stands on, and times of a training step.
 
-The child is `python -m gpt2_fp8.diagnose.probe ANSWER < PARTS`: PARTS a list of names, both JSON. It writes the answer
-again after each part, so that a part which crashes leaves those before it.
+What takes torch is asked in a child process, `python -m gpt2_fp8.measure.machine ANSWER < PARTS`: PARTS a list of
+names, both JSON. It writes the answer again after each part, so that a part which crashes leaves those before it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from typing import Any
 from gpt2_fp8 import __version__, compose
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.diagnose.rules import Disk, Facts, Step
-from gpt2_fp8.measure.case import Case, measure, run_child
+from gpt2_fp8.measure.case import Case, measure, one_line, run_child
 
 SECONDS = 180.0  # for all parts of the child: imports from a network's disk take long
 STEP_SECONDS = 150.0  # for the steps of one precision, with compilation
@@ -41,6 +41,56 @@ RUNS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A folder that a run writes to; if it is not there yet, the nearest that is."""
+
+    path: str
+    free: int  # bytes
+    writable: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """A measured training step, or why there is no time."""
+
+    backend: str | None = None
+    tokens_per_second: float | None = None
+    milliseconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that is known of a machine. None: the machine does not say."""
+
+    gpt2_fp8: str
+    platform: str
+    machine: str  # x86_64, aarch64
+    python: str
+    container: bool
+    driver: str | None
+    driver_cuda: str | None  # the newest CUDA that it can run
+    driver_error: str | None  # why nvidia-smi gave no answer
+    on_bus: bool  # whether an NVIDIA GPU is on the PCI bus, with or without a driver
+    gpus: list[tuple[str, str]]  # names and compute capabilities, as the driver says
+    tools: dict[str, str | None]  # paths of compilers and headers
+    libraries: dict[str, str | None]  # packages and their versions; None: not installed
+    disks: dict[str, Disk]
+    environment: dict[str, str]  # the variables that change what computes
+    # of a child process that imports torch
+    torch_cuda: str | None = None  # that it was built with
+    available: bool = False  # whether torch can use a GPU
+    unavailable: str | None = None  # why not, in CUDA's words
+    capability: str | None = None  # of the GPU that a run takes
+    nccl: str | None = None
+    cudnn: str | None = None
+    cudnn_error: str | None = None
+    runs: dict[str, str | None] = field(default_factory=dict)  # "RECIPE BACKEND": why FP8 cannot run so; None: it can
+    errors: dict[str, str] = field(default_factory=dict)  # by package or part of the child: why it cannot be used
+    steps: dict[str, Step] = field(default_factory=dict)  # by precision
+
+
 def collect(say: Callable[[str], None]) -> Facts:
     """Return the facts of this machine, without times of steps. `say` is told what is looked at."""
     say("the host and its GPUs")
@@ -53,14 +103,11 @@ def collect(say: Callable[[str], None]) -> Facts:
 
 
 def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the answers of the child's parts, and why the others have none.
-
-    If the child crashes in a part, another one is started for those after it.
-    """
+    """Return the answers of the child's parts, and why others have none. After a crash a new child has the rest."""
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
     while parts and "torch" not in failed:  # all others import it too
-        ended = run_child("gpt2_fp8.diagnose.probe", parts, SECONDS)
+        ended = run_child(__name__, parts, SECONDS)
         done = ended.answer or {}
         answers |= {part: told["answer"] for part, told in done.items() if "answer" in told}
         failed |= {part: told["error"] for part, told in done.items() if "error" in told}
@@ -71,19 +118,17 @@ def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return answers, failed
 
 
-def measured(say: Callable[[str], None]) -> dict[str, Step]:
+def measure_steps(say: Callable[[str], None]) -> dict[str, Step]:
     """Measure training steps in FP8 and in bf16, each in a process of its own."""
     found = {}
     for precision, words in (("fp8_hybrid", ["precision.fallback=error"]), ("bf16", ["compile=true"])):
         say(f"a training step of GPT-2 124M in {precision}: {WARMUP} + {STEPS} steps")
         (config,) = compose.preflight([*MEASURED, "trainer=gpu", f"precision={precision}", *words])
         result = measure(Case(config=config, steps=STEPS, warmup=WARMUP), STEP_SECONDS)
-        rate = result.tokens_per_second
-        found[precision] = Step(
-            backend=result.backend, tokens_per_second=rate,
-            milliseconds=1e3 * tokens_a_step(config) / rate if rate else None,
-            problem=None if rate else f"{result.status}: {result.message}",
-        )  # fmt: skip
+        if (rate := result.tokens_per_second) is None:
+            found[precision] = Step(problem=f"{result.status}: {result.message}")
+        else:
+            found[precision] = Step(result.backend, rate, 1e3 * tokens_a_step(config) / rate)
     return found
 
 
@@ -118,15 +163,15 @@ def _output(*command: str) -> tuple[str, str | None]:
     """Return what a command prints, and why it failed in one line; None if it did not."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, stdin=-3)
+    except FileNotFoundError:
+        return "", f"{command[0]} is not installed"
     except (OSError, subprocess.SubprocessError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        return "", f"{command[0]} is not installed" if missing else " ".join(str(error).split())
-    failed = " ".join((done.stderr or done.stdout).split())[:300] or f"exit code {done.returncode}"
+        return "", one_line(error)
+    failed = one_line(done.stderr or done.stdout, 300) or f"exit code {done.returncode}"
     return done.stdout, failed if done.returncode else None
 
 
 def _on_bus() -> bool:
-    """Return whether an NVIDIA display controller is on the PCI bus."""
     with suppress(OSError):
         for device in Path("/sys/bus/pci/devices").glob("*"):
             if (device / "vendor").read_text() == "0x10de\n" and (device / "class").read_text().startswith("0x03"):
@@ -161,7 +206,7 @@ def ask_torch() -> dict[str, Any]:
         try:
             torch.cuda.init()
         except Exception as error:
-            unavailable = said(error)
+            unavailable = _told(error)
     nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
     return {
         "torch_cuda": torch.version.cuda,
@@ -173,7 +218,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def load_transformer_engine() -> None:
-    """Load Transformer Engine."""
+    """Load it: an extension that was built for another torch raises here."""
     import transformer_engine.pytorch  # noqa: F401
 
 
@@ -186,7 +231,7 @@ def ask_cudnn() -> dict[str, Any]:
     try:
         number = torch.backends.cudnn.version()
     except Exception as error:
-        return {"cudnn_error": said(error)}
+        return {"cudnn_error": _told(error)}
     return {"cudnn": dotted(number) if number else None}
 
 
@@ -220,15 +265,15 @@ def ask_backends() -> dict[str, str | None]:
     return found
 
 
-def said(error: BaseException) -> str:
-    """Return an error as one line, whole: the cause of an import that fails is often at its end."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:2000]
-
-
 ANSWERS: dict[str, Callable[[], Any]] = {
     "torch": ask_torch, "transformer-engine": load_transformer_engine, "cudnn": ask_cudnn, "torchao": ask_torchao,
     "flash-attn-4": ask_flash_attn, "runs": ask_backends,
 }  # fmt: skip
+
+
+def _told(error: Exception) -> str:
+    """Return an error as one line, whole: the cause of an import that fails is often at its end."""
+    return one_line(f"{type(error).__name__}: {error}", 2000)
 
 
 def answer_parts(parts: list[str], answer: Path) -> None:
@@ -238,7 +283,7 @@ def answer_parts(parts: list[str], answer: Path) -> None:
         try:
             done[part] = {"answer": ANSWERS[part]()}
         except Exception as error:  # a broken build raises anything from OSError to RuntimeError
-            done[part] = {"error": said(error)}
+            done[part] = {"error": _told(error)}
         answer.write_text(json.dumps(done))
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpt2_fp8.diagnose import rules
-from gpt2_fp8.diagnose.rules import Step
-from tests.diagnose.machines import GB10_CPU_TORCH, GIB, H200, STEPS, cpu, gb10, libraries, runs
+from gpt2_fp8 import doctor
+from gpt2_fp8.measure.machine import Step
+from tests.doctor.machines import GB10_CPU_TORCH, GIB, H200, STEPS, cpu, gb10, libraries, runs
 
 NO_TE = runs("Transformer Engine is not there")
 SYMBOL = "ImportError: transformer_engine_torch.so: undefined symbol: "
@@ -70,8 +70,8 @@ WARNED = {
 
 
 def judged(facts):
-    found = rules.findings(facts)
-    return found, rules.verdict(facts, found)
+    found = doctor.findings(facts)
+    return found, doctor.verdict(facts, found)
 
 
 @pytest.mark.parametrize("name", WORKS)

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from gpt2_fp8.diagnose.probe import RUNS
-from gpt2_fp8.diagnose.rules import Disk, Facts, Step
+from gpt2_fp8.measure.machine import RUNS, Disk, Facts, Step
 
 GIB = 2**30
 PLACES = {"outputs": "/work/outputs", "Triton's cache": "/root/.triton/cache", "the temporary folder": "/tmp"}
@@ -12,19 +11,9 @@ H200 = Facts(
     driver="580.95.05", driver_cuda="13.0", driver_error=None, on_bus=True,
     gpus=[("NVIDIA H200", "9.0")],
     tools={"cc": "/usr/bin/cc", "c++": "/usr/bin/c++", "Python.h": "/usr/include/python3.12/Python.h"},
-    libraries={
-        "torch": "2.11.0+cu130",
-        "transformer-engine": "2.20.2",
-        "torchao": "0.18.0",
-        "flash-attn-4": "4.0.0b36",
-    },
+    libraries={"torch": "2.11.0", "transformer-engine": "2.20.2", "torchao": "0.18.0", "flash-attn-4": "4.0.0b36"},
     disks={name: Disk(path=path, free=200 * GIB, writable=True) for name, path in PLACES.items()},
-    environment={},
-    torch_cuda="13.0",
-    available=True,
-    capability="9.0",
-    nccl="2.28.9",
-    cudnn="9.14.0",
+    environment={}, torch_cuda="13.0", available=True, capability="9.0", nccl="2.28.9", cudnn="9.14.0",
     runs={f"{recipe} {backend}": None for recipe, backend in RUNS},
 )  # fmt: skip
 STEPS = {
