@@ -37,7 +37,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks engine fp8 model data compat checkpoint kernels runtime config",
-        "torch lightning numpy safetensors filelock tensorboard wandb mlflow yaml",
+        "torch lightning numpy safetensors filelock tensorboard mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
@@ -80,9 +80,8 @@ ONLY_IN = {
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["reports.render", "schedule"],
     "yaml": ["compose", "reports.sweep", "train.loggers"],
-    "wandb": ["train.services"],
     "mlflow": ["train.services"],
-    "tensorboard": ["train.tensorboard"],
+    "tensorboard": ["train.loggers"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
     "joblib": ["compose.sweeps"],
@@ -94,7 +93,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("wandb", "mlflow", "tensorboard", "joblib", "submitit"),
+    *("mlflow", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [

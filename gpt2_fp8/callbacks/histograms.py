@@ -141,7 +141,7 @@ class Histograms(pl.Callback):
             self._give_up(error, step)
             return
         for logger in trainer.loggers:
-            if write := getattr(logger, "log_histograms", None):  # train/tensorboard.py
+            if write := getattr(logger, "log_histograms", None):  # train/loggers.py
                 write(found, step)
 
     def _give_up(self, error: Exception, step: int) -> None:

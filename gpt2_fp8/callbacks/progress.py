@@ -156,7 +156,7 @@ class Samples(pl.Callback):
         text = self.prompt + decode_after(tokenizer.decode, prompt, known)
         log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
-            if log_text := getattr(logger, "log_text", None):  # train/tensorboard.py, train/services.py
+            if log_text := getattr(logger, "log_text", None):  # train/loggers.py, train/services.py
                 log_text("sample", text, trainer.global_step)
 
 
