@@ -98,7 +98,7 @@ INSIDE_FUNCTIONS = {
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
     *("config", "compose", "__main__", "run", "bench", "export", "table", "compare", "schedule", "prepare", "doctor"),
-    *("generate", "import_hf", "evaluate", "train.loading", "train.run_end", "train.sweep_job"),
+    *("generate", "import_hf", "evaluate", "train.launch", "train.run_end", "train.sweep_job"),
     *("compat.hydra_private", "runtime.ranks", "runtime.signals", "runtime.gpu_locks"),
     *("runtime.slurm", "runtime.programs"),
 ]

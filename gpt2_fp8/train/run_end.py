@@ -1,19 +1,21 @@
-"""The end of a run, as `summary.json`, the log's last lines and the terminal tell it."""
+"""The end of a run, as `summary.json`, the log's last lines, the terminal and other ranks are told of it."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2_fp8.checkpoint import durable, pointers
 from gpt2_fp8.config import disk, hf_config, own_words
@@ -22,10 +24,15 @@ from gpt2_fp8.config.errors import JobError, RunError, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
-from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime import programs, ranks, signals
 from gpt2_fp8.runtime.programs import read_versions
 
+if TYPE_CHECKING:
+    from gpt2_fp8.runtime.rendezvous import Meeting
+
 log = logging.getLogger(__name__)
+
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -47,16 +54,6 @@ class Checkpoints:
 
     last: str | None = None
     best: str | None = None
-
-
-@dataclass(kw_only=True)
-class DivergenceReport:
-    """What went wrong in steps of the whole run, and what was done (`engine/divergence.py`)."""
-
-    events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
-    reruns: int = 0  # steps run again in bf16
-    skipped: int = 0  # steps whose update was skipped even after the rerun
-    rollbacks: int = 0
 
 
 @dataclass(kw_only=True)
@@ -90,7 +87,9 @@ class Summary:
     validation_memory_gb: float | None = None
     checkpoint_stall_seconds: float | None = None  # the longest of this process; None if no checkpoint was taken
     skipped_steps: int = 0
-    divergence: DivergenceReport = field(default_factory=DivergenceReport)
+    divergence: dict[str, Any] = field(  # what went wrong in steps of the whole run, and what was done
+        default_factory=lambda: {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
+    )
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
@@ -242,6 +241,40 @@ def result_line(done: Summary, first_step: int) -> str:
     )
     found = [shown.format(value) for shown, value in known if value is not None]
     return f"{done.status} {steps}: {', '.join(found)}" if found else f"{done.status}: {steps}"
+
+
+def joined_ranks() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
+    from gpt2_fp8.runtime import rendezvous
+
+    return rendezvous.joined()
+
+
+def say_end(error: RunError | None) -> int:
+    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
+
+    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
+    end: an agent ends all when the first of them is gone.
+    """
+    met = joined_ranks()
+    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if met is not None:
+        met.tell(error or RunError(text.splitlines()[-1]))
+    if ranks.is_first_rank():
+        programs.say(text)
+        if met is not None:
+            met.say(text)
+    elif met is not None:
+        met.end_after_rank_zero(error, text)
+    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+        until = time.monotonic() + AGENT_SECONDS
+        while signals.received() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if signals.received() is None:  # rank 0 was not refused
+            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+    return 1 if error is None else error.exit_code
 
 
 def end_of_process(end: RunEnd, code: int) -> float | None:

@@ -25,7 +25,7 @@ from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import gpu_locks, programs, signals, slurm
-from gpt2_fp8.train import loading
+from gpt2_fp8.train import launch
 from gpt2_fp8.train.run_end import RunEnd, end_of_process
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def main() -> int:
                 logging.basicConfig(stream=sys.stdout, level=asked["level"], format=form, datefmt="%H:%M:%S")
                 config, _ = parsing.build(RunConfig, asked["config"])
                 assert config is not None
-                loading.train(config, Path(asked["folder"]), Path(asked["here"]), asked["words"])
+                launch.train(config, Path(asked["folder"]), Path(asked["here"]), asked["words"])
         except BaseException as caught:
             handlers.hold()
             if isinstance(caught, RunError):

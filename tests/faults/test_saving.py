@@ -18,8 +18,8 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.train import loading
-from gpt2_fp8.train.loading import lock_run
+from gpt2_fp8.train import launch
+from gpt2_fp8.train.launch import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
@@ -268,7 +268,7 @@ def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
 
 # ---- 26, 27: folders -------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.loading import lock_run\n"
+HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.launch import lock_run\n"
 HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
@@ -287,9 +287,9 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     finally:
         first.kill()
         first.communicate()
-    assert (tmp_path / loading.LOCK).exists()  # it had no time to take its file away
+    assert (tmp_path / launch.LOCK).exists()  # it had no time to take its file away
     with lock_run(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / loading.LOCK).read_text()
+        assert f"process {os.getpid()} " in (tmp_path / launch.LOCK).read_text()
 
 
 def test_27_a_folder_that_cannot_be_written_ends_with_2_before_torch_is_loaded(tmp_path):
@@ -310,7 +310,7 @@ import os, sys, threading, torch
 from pathlib import Path
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.train.loading import lock_run
+from gpt2_fp8.train.launch import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 folder, how = Path(sys.argv[1]), sys.argv[2]

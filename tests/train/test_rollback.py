@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.pointers import folder_name
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.train.fit import checkpoint_before
+from gpt2_fp8.train.setup import checkpoint_before
 
 
 def write(folder, step, weight=1.0, moment=1.0):
