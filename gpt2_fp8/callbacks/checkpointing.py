@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.tracker import CheckpointTracker, Intervals, is_validation_due
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.compat import lightning_private as loops
@@ -80,11 +79,6 @@ class Checkpointing(Checkpoint):
             asynchronous=config.async_checkpoints,
         )
 
-    @property
-    def best(self) -> Pointer | None:
-        """Return the best validation so far, or None."""
-        return self.tracker.best
-
     def save(self, trainer: Trainer) -> bool:
         """Save the present step, unless that was done already. Collective. Returns whether it is saved.
 
@@ -133,8 +127,6 @@ class Checkpointing(Checkpoint):
         yield
         self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
-    # ---- when ----------------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier `fit`. After this, Lightning restores what a checkpoint has of it."""
         if stage == "fit":
@@ -148,7 +140,7 @@ class Checkpointing(Checkpoint):
         """
         if trainer.is_global_zero:
             saved_step = self.tracker.saved_step
-            self.writer.begin(saved_step, self.best)
+            self.writer.begin(saved_step, self.tracker.best)
             if 0 < trainer.max_steps <= (saved_step or 0):
                 log.info("already complete: step %d of %d is saved", saved_step, trainer.max_steps)
         self.tracker.sync(trainer.strategy.broadcast)
@@ -206,8 +198,6 @@ class Checkpointing(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
         self.writer.close()
-
-    # ---- what Lightning keeps for it -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of validations."""

@@ -20,7 +20,7 @@ from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
 from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, Samples
-from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
+from gpt2_fp8.callbacks.throughput import Throughput, peak_gb
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.compat import transformer_engine
@@ -76,7 +76,6 @@ class Parts(NamedTuple):
     module: GPT2Module
     data: TokenDataModule
     throughput: Throughput
-    memory: PeakMemory
 
 
 class Training:
@@ -160,13 +159,12 @@ class Training:
         resume_step, trial = setup.saved_step(self.checkpoint), config.trainer.fast_dev_run
         data = TokenDataModule.from_config(config)
         module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
-        throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
+        throughput = Throughput(config, module.vocab_size)
         throughput.readers.append(self.log_line.write)
         callbacks: list[Callback] = [self.time_limit, self.log_line, throughput]
         if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
             write = FP8File(folder, resume_step).write if config.logger.csv and not trial else None
             callbacks.append(FP8HealthLog(config, write))
-        callbacks.append(memory)
         if config.logger.histograms_every_n_steps and not trial:
             callbacks.append(Histograms(config.logger.histograms_every_n_steps, run_length.last_step(config)))
         kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
@@ -175,7 +173,7 @@ class Training:
         callbacks += [] if trial else [self.checkpointing, stop]
         loggers = [] if trial else build_loggers(config, folder, resume_step, self.end.in_sweep)
         trainer = build_trainer(config, plan, folder, callbacks, loggers)
-        return Parts(trainer, module, data, throughput, memory)
+        return Parts(trainer, module, data, throughput)
 
     def _chosen(self, throughput: Throughput) -> list[Callback]:
         """Return samples, the bar and the user's own, as chosen. What reads numbers is told to `throughput`."""
@@ -207,7 +205,7 @@ class Training:
         clean_up()
 
     def _best(self) -> tuple[float, int] | None:
-        best = self.checkpointing.best
+        best = self.checkpointing.tracker.best
         return None if best is None or best.val_loss is None else (best.val_loss, best.step)
 
     def last_val_loss(self) -> float | None:
@@ -234,7 +232,12 @@ class Training:
         """Write the results so far into the summary, at any moment, also after a failure."""
         if (parts := self.parts) is None:  # a thread reads it too
             return
-        summary, trainer, throughput, best = self.end.summary, parts.trainer, parts.throughput, self.checkpointing.best
+        summary, trainer, throughput, best = (
+            self.end.summary,
+            parts.trainer,
+            parts.throughput,
+            self.checkpointing.tracker.best,
+        )
         summary.precision.ran, summary.precision.reason = self.plan.ran, self.plan.reason
         summary.recipe = self.plan.recipe
         summary.steps = trainer.global_step
@@ -258,9 +261,10 @@ class Training:
         else:
             summary.versions |= library_versions()
             summary.device = torch.cuda.get_device_name()
-            summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
-            summary.training_memory_gb = parts.memory.training_gb
-            summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb
+            summary.training_memory_gb = throughput.training_gb = peak_gb(throughput.training_gb)
+            summary.validation_memory_gb = throughput.validation_gb or summary.validation_memory_gb
+            peaks = (summary.peak_memory_gb, summary.training_memory_gb, summary.validation_memory_gb)
+            summary.peak_memory_gb = max(peak or 0.0 for peak in peaks)
 
 
 def clean_up() -> None:

@@ -262,7 +262,7 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
     _, _, tiers = tiny_run.run(tmp_path, val_losses={4: bad, 8: 2.0, 12: bad})
-    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
+    assert tiers.tracker.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
     assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
 
 

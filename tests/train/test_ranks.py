@@ -307,10 +307,10 @@ def refused(ends, cause):
 
 
 OTHER = """
-from gpt2_fp8.train import setup
+from gpt2_fp8.train import fit
 if os.environ["RANK"] == "1":
-    versions = setup._versions
-    setup._versions = lambda plan: versions(plan) | {"attention": "other"}
+    versions = fit._versions
+    fit._versions = lambda plan: versions(plan) | {"attention": "other"}
     sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
 """
 
