@@ -47,7 +47,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     device = devices.device(config)
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
     data = TokenDataModule.from_config(config)
-    module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
+    module = GPT2Module(config, vocabulary(trained.config), trained.weights, trained.step)
     timer = Timer()
     trainer = _trainer(config, plan, [timer, LambdaCallback(on_validation_start=lambda *_: peak_gb(None, reset=True))])
     try:

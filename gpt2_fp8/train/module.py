@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -42,6 +43,7 @@ class GPT2Module(pl.LightningModule):
         config: the run's; its micro-batch is a number.
         vocab_size: the tokenizer's; None: as the configuration says.
         weights: what the model begins with; None: those of `init_from`, or initial values.
+        step_state: what its training step begins with, such as FP8 scales.
 
     Attributes:
         step: the training step, from `configure_model` on.
@@ -49,7 +51,13 @@ class GPT2Module(pl.LightningModule):
         val_loss: the newest validation loss, on the host; None before one.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int | None = None, weights: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        step_state: Mapping[str, Any] = MappingProxyType({}),
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
@@ -57,7 +65,7 @@ class GPT2Module(pl.LightningModule):
         if weights is None and config.init_from:
             weights = huggingface.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
-        self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
+        self._step_state = step_state  # if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
         self.save_hyperparameters(trained.to_plain(config, self.vocab_size))
 
@@ -79,19 +87,10 @@ class GPT2Module(pl.LightningModule):
         `config` is for a checkpoint that does not hold its own; the others are Lightning's and change nothing.
         """
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
-        module = cls.unbuilt(found.config, found.weights, found.step)
+        module = cls(found.config, weights=found.weights, step_state=found.step)
         device = torch.device(map_location or "cpu")
         with device:
             module._build(unaccelerated(found.config, "cuda" if device.type == "cuda" else "cpu"))
-        return module
-
-    @classmethod
-    def unbuilt(
-        cls, config: RunConfig, weights: Mapping[str, Tensor], step: Mapping[str, Any], vocab_size: int | None = None
-    ) -> GPT2Module:
-        """Return the module of a checkpoint's parts, whose layers a Trainer builds; `step`: such as FP8 scales."""
-        module = cls(config, vocab_size, weights)
-        module._step_state = step
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:

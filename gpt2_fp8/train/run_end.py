@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2_fp8.checkpoint import durable, pointers
 from gpt2_fp8.config import disk, hf_config, own_words
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
-Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
 
 
 @dataclass(kw_only=True)
@@ -68,7 +67,7 @@ class Summary:
     precision: Precision
     recipe: str | None = None  # the scaling recipe; None if nothing ran in FP8
     optimizer: str = "adamw"
-    status: Status = "failed"
+    status: str = "failed"  # completed, stopped, failed, diverged, refused, data_lost, interrupted
     exit_code: int = 1
     message: str = ""
     ended_by: str | None = None  # the key of the limit that ended it: trainer.max_steps, ...; None: something else did
@@ -109,16 +108,15 @@ class Summary:
 
     def finish(self, error: BaseException | None = None) -> int:
         """Note how the run ended: `error`, or None if it ended well. Returns the process's exit code."""
-        self.ended = _now()
-        self.duration_s = time.monotonic() - self._began
+        self.ended, self.duration_s = _now(), time.monotonic() - self._began
+        end: tuple[str, int, str] = "failed", 1, f"{type(error).__name__}: {error}"
         if error is None:
-            self.status, self.exit_code, self.message = "completed", 0, ""
+            end = "completed", 0, ""
         elif isinstance(error, RunError):
-            self.status, self.exit_code, self.message = error.status, error.exit_code, str(error)  # type: ignore[assignment]
+            end = error.status, error.exit_code, str(error)
         elif isinstance(error, KeyboardInterrupt):
-            self.status, self.exit_code, self.message = "interrupted", 130, "interrupted before it could save"
-        else:
-            self.status, self.exit_code, self.message = "failed", 1, f"{type(error).__name__}: {error}"
+            end = "interrupted", 130, "interrupted before it could save"
+        self.status, self.exit_code, self.message = end
         return self.exit_code
 
     def write(self, folder: Path) -> Path:
@@ -130,9 +128,8 @@ class Summary:
             before = read_summary(folder)
             for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
                 setattr(self, name, getattr(self, name) or before.get(name))
-        path = Path(folder) / NAME
-        durable.write_json(path, _finite(asdict(self)))
-        return path
+        durable.write_json(folder / NAME, _finite(asdict(self)))
+        return folder / NAME
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -147,13 +144,11 @@ def _now() -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(entry) for entry in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunEnd:
@@ -230,9 +225,8 @@ class RunEnd:
 
 def result_line(done: Summary, first_step: int) -> str:
     """Return a run's results in one line: steps, time, losses in nats a token, speed of all GPUs together."""
-    steps, now = counted(done.steps, "step"), done.steps - first_step
-    took = duration(done.duration_s or 0.0)
-    steps += f", {now:,} of them in {took}" if first_step else f" in {took}"
+    steps, took = counted(done.steps, "step"), duration(done.duration_s or 0.0)
+    steps += f", {done.steps - first_step:,} of them in {took}" if first_step else f" in {took}"
     best = "" if done.best_val_loss is None else f" (best {done.best_val_loss:.4f} at step {done.best_val_loss_step:,})"
     known = (
         ("train loss {:.4f}", done.last_train_loss),
