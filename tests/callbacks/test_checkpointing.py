@@ -2,8 +2,6 @@
 
 import errno
 import json
-import os
-import shutil
 import sys
 import threading
 import time
@@ -82,22 +80,6 @@ def fail_for(monkeypatch, steps):
         write(path, checkpoint)
 
     monkeypatch.setattr(files, "write", full)
-
-
-def test_what_a_killed_writer_left_is_swept_at_the_start(tmp_path):
-    run(tmp_path, max_steps=4, val=100)
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(folder / "step-00000004", folder / ".step-00000006.tmp")
-    os.rename(folder / "step-00000004", folder / ".step-00000004.old")  # killed between the two renames
-    assert pointers.resolve("last", folder) == folder / ".step-00000004.old"
-    module, _, _ = run(tmp_path, max_steps=5, every=0, keep=9, val=100)
-    assert list(module.losses) == [5]
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "last.json",
-        "step-00000002",
-        "step-00000004",
-        "step-00000005",
-    ]
 
 
 def test_the_logs_are_on_the_disk_before_a_pointer_moves(tmp_path, monkeypatch):

@@ -21,18 +21,6 @@ from tests.callbacks.tiny_run import At, kill, run, two_ranks
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
-    done = forkserver.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), name, "5"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, done.stderr
-    assert f"{name}: stopping and saving" in done.stderr
-    assert "Traceback" not in done.stderr
-    path = pointers.resolve("last", tmp_path / "checkpoints")
-    assert files.read(path)["global_step"] == 6  # the step that ran was finished
-
-
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
     ranks, outputs = two_ranks([sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"])
     assert [rank.returncode for rank in ranks] == [143, 143], outputs

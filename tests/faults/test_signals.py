@@ -69,15 +69,6 @@ def last_step(folder):
     return files.read(pointers.resolve("last", folder / "checkpoints"))["global_step"]
 
 
-@pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (6, signal.SIGTERM, 143)])
-def test_41_43_a_signal_finishes_the_step_and_the_run_goes_on_later(tmp_path, whole, step, number, code):
-    with pytest.raises(Stopped) as stopped:
-        run(tmp_path, callbacks=[At("on_train_batch_start", step, kill(number))])
-    assert stopped.value.exit_code == code
-    assert last_step(tmp_path) == step + 1
-    continues_like(whole, tmp_path)
-
-
 # ---- SLURM -------------------------------------------------------------------------------------------------------
 
 
