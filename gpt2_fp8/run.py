@@ -19,9 +19,8 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
-from gpt2_fp8.runtime.signals import Signals
 from gpt2_fp8.train import launch, sweep_job
-from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, say_end
+from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, known_end, say_end
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
         except BaseException as caught:
             if isinstance(caught, BrokenPipeError) and "torch" not in sys.modules:
                 return programs.without_reader()  # of a help text, or of what is said before a run
-            error = _run_error(caught, handlers)
+            error = known_end(caught.error if isinstance(caught, _Ended) else caught, handlers)
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
@@ -157,19 +156,6 @@ def _end_sweep() -> None:
             print(harmless(text), flush=True)
     except OSError as error:  # a full disk, or a terminal that is gone
         programs.say(f"warning: the table of the sweep is not complete: {error}")
-
-
-def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
-    """Return the known end that `caught` is, or None.
-
-    After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.
-    """
-    if isinstance(caught, _Ended):
-        caught = caught.error
-    if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
-        assert handlers.received is not None
-        return slurm.ended(handlers.received)
-    return caught if isinstance(caught, RunError) else None
 
 
 def entry() -> None:

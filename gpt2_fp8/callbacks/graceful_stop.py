@@ -35,14 +35,9 @@ _NO_DATA = 256  # what a rank without data tells the others: larger than any sig
 class GracefulStop(Checkpoint):
     """Turns a signal into a saved end: `Stopped` leaves `fit` at the end of the running step, or from a wait for data.
 
-    Use it as a context around everything that should end this way. Its handlers then also hold before `fit` and between
-    two `fit`s. The previous handlers are always restored:
-
-        with GracefulStop(save=checkpointing.save) as stop:
-            Trainer(callbacks=[..., checkpointing, stop]).fit(...)
-
-    It is a `Checkpoint` because Lightning moves those after all other callbacks, in their order. So when the run is
-    saved here, every other callback has finished its step.
+    It is a context around everything that should end this way, also before `fit` and between two `fit`s, and restores
+    the handlers of before. It is a `Checkpoint` because Lightning moves those after all other callbacks, in their
+    order. So when the run is saved here, every other callback has finished its step.
 
     Args:
         save: called with the trainer on every rank, before the run is left. It must return only when the checkpoint is
@@ -159,11 +154,10 @@ class GracefulStop(Checkpoint):
 class TimeLimit(Callback):
     """Stops a run after the step in which its time is over (`trainer.max_time`): the step is a last one like any.
 
-    Lightning's `Timer` exchanges its answer through the GPU after every step, which waits there, and forgets the time
-    of steps that a rollback leaves behind. The time runs from the start of training on, through validations,
-    checkpoints and rollbacks. Training before a resume counts, up to the checkpoint. All ranks stop at the same step:
-    the first one at which the time is over for any of them. Callbacks that look at `trainer.should_stop` come after
-    this one.
+    The time runs from the start of training on, through validations, checkpoints and rollbacks. Training before a
+    resume counts, up to the checkpoint. All ranks stop at the first step at which it is over for any of them.
+    Lightning's `Timer` exchanges its answer through the GPU, which waits, and forgets steps that a rollback leaves.
+    Callbacks that look at `trainer.should_stop` come after this one.
 
     Args:
         seconds: the time; None: no limit. The time is kept all the same, for a resume that has one.

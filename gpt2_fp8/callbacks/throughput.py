@@ -29,12 +29,8 @@ class Throughput(pl.Callback):
     A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it. The
     first row, that of a step which is validated, and the last one are there at the end of their step.
 
-    The metrics are those of `docs/output.md`. `train_loss` and `penalty` are means over all ranks and those steps that
-    were not skipped; `data_wait` is, on a GPU, the part of the time in which it had nothing to do; `memory_gb` is the
-    peak so far, allocated on a GPU and resident on a CPU.
-
-    The time is that of the device, from verdict to verdict. It leaves out validation, sampling and the first step
-    (compilation, calibration).
+    `docs/output.md` has the metrics. The time is that of the device, from verdict to verdict. It leaves out validation,
+    sampling and the first step (compilation, calibration).
 
     Attributes:
         readers: functions called with each logged step and its metrics, on every rank.

@@ -113,7 +113,7 @@ class Training:
         check_batch(config, world_size)
         config, self._limit, epoch_ends = setup.resolve_length(config, typed)
         self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
-        self.checkpoint = setup.find_checkpoint(config, self.end.folder)
+        self.checkpoint = setup.find_start(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         self.plan = plan = resolve(config, device)
         if self.checkpoint is not None:
@@ -193,7 +193,7 @@ class Training:
         """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts."""
         parts.data.teardown()
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
-        path = setup.checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
+        path = setup.choose_rollback(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
         self.checkpoint = parts.trainer.strategy.broadcast(path)
         self.divergence.start_again()
         detach_logging(parts.trainer)
@@ -238,11 +238,11 @@ class Training:
             parts.throughput,
             self.checkpointing.tracker.best,
         )
-        summary.precision.ran, summary.precision.reason = self.plan.ran, self.plan.reason
+        summary.precision |= {"ran": self.plan.ran, "reason": self.plan.reason}
         summary.recipe = self.plan.recipe
         summary.steps = trainer.global_step
         if (step := getattr(parts.module, "step", None)) is not None:
-            summary.precision.last_in_bf16 = step.attempts.last_in_bf16
+            summary.precision["last_in_bf16"] = step.attempts.last_in_bf16
             summary.kernels = self.plan.backend.kernels(parts.module.vocab_size, step.micro_batch_size)
         summary.tokens = trainer.global_step * throughput.tokens_per_step
         summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
@@ -252,9 +252,9 @@ class Training:
         summary.skipped_steps = self.divergence.policy.skipped
         if best is not None:
             summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step
-            summary.checkpoint.best = str(self.checkpointing.folder / best.checkpoint)
+            summary.checkpoint["best"] = str(self.checkpointing.folder / best.checkpoint)
         if last := pointers.read(self.checkpointing.folder, "last"):
-            summary.checkpoint.last = str(self.checkpointing.folder / last.checkpoint)
+            summary.checkpoint["last"] = str(self.checkpointing.folder / last.checkpoint)
         summary.data = parts.data.report()
         if self.plan.device == "cpu":
             summary.device, summary.peak_memory_gb = "cpu", devices.peak_host_gb()

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from gpt2_fp8.checkpoint import durable, pointers
 from gpt2_fp8.config import disk, hf_config, own_words
 from gpt2_fp8.config.block_spec import block_spec
-from gpt2_fp8.config.errors import JobError, RunError, UserError
+from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
-from gpt2_fp8.runtime import programs, ranks, signals
+from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.programs import read_versions
 
 if TYPE_CHECKING:
@@ -38,24 +38,6 @@ NAME = "summary.json"
 
 
 @dataclass(kw_only=True)
-class Precision:
-    """What was asked for, what ran, and why the two differ (None: they do not)."""
-
-    asked: str
-    ran: str | None = None
-    reason: str | None = None
-    last_in_bf16: int = 0  # steps before the end that computed in bf16 in a run in FP8 (precision.bf16_last_steps)
-
-
-@dataclass(kw_only=True)
-class Checkpoints:
-    """Paths of the two checkpoints that matter; None if there is none."""
-
-    last: str | None = None
-    best: str | None = None
-
-
-@dataclass(kw_only=True)
 class Summary:
     """A run, as `summary.json` describes it. The run fills it as it goes; `finish` and `write` end it.
 
@@ -64,7 +46,7 @@ class Summary:
 
     tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
     notes: str | None = None
-    precision: Precision
+    precision: dict[str, Any]  # asked; ran; the reason if the two differ; last_in_bf16, steps before the end
     recipe: str | None = None  # the scaling recipe; None if nothing ran in FP8
     optimizer: str = "adamw"
     status: str = "failed"  # completed, stopped, failed, diverged, refused, data_lost, interrupted
@@ -89,7 +71,7 @@ class Summary:
     divergence: dict[str, Any] = field(  # what went wrong in steps of the whole run, and what was done
         default_factory=lambda: {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
     )
-    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    checkpoint: dict[str, str | None] = field(default_factory=lambda: {"last": None, "best": None})  # paths
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
@@ -161,8 +143,8 @@ class RunEnd:
         self, config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), typed: Typed | None = None
     ) -> None:
         self.folder, self.words = folder, words
-        asked = Precision(asked=config.precision.name)
-        self.summary = Summary(precision=asked, tags=config.tags, notes=config.notes, overrides=list(words))
+        precision = {"asked": config.precision.name, "ran": None, "reason": None, "last_in_bf16": 0}
+        self.summary = Summary(precision=precision, tags=config.tags, notes=config.notes, overrides=list(words))
         self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
@@ -200,7 +182,7 @@ class RunEnd:
             return
         if config.logger.tensorboard:
             yield f"curves: tensorboard --logdir {shown}"
-        if self._typed is None or done.checkpoint.last is None:
+        if self._typed is None or done.checkpoint["last"] is None:
             return
         yield f"next: {self._command_to_continue(self._typed)}"
         if done.status != "completed":
@@ -244,6 +226,17 @@ def joined_ranks() -> Meeting | None:
     from gpt2_fp8.runtime import rendezvous
 
     return rendezvous.joined()
+
+
+def known_end(caught: BaseException, handlers: signals.Signals) -> RunError | None:
+    """Return the known end that `caught` is, or None.
+
+    After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.
+    """
+    if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
+        assert handlers.received is not None
+        return slurm.ended(handlers.received)
+    return caught if isinstance(caught, RunError) else None
 
 
 def say_end(error: RunError | None) -> int:

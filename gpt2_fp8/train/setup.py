@@ -84,7 +84,7 @@ def resolve_micro_batch(
     return replace(config, micro_batch_size=run_length.largest_divisor(share, most))
 
 
-def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
+def find_start(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, verified, or None for a fresh start, also if `last` found none."""
     if config.ckpt_path is None:
         return None
@@ -103,7 +103,7 @@ def saved_step(checkpoint: Path | None) -> int | None:
     return None if checkpoint is None else int(read_manifest(checkpoint)["global_step"])
 
 
-def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
+def choose_rollback(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
     """Return the checkpoint in `folder` to go back to, and log it; None: the run starts again.
 
     `saved`: the steps that this process has written there; other steps may be another run's. `origin`: the checkpoint

@@ -85,22 +85,17 @@ def build_trainer(
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads checkpoints as folders of safetensors and JSON, for `Trainer(plugins=[FolderCheckpointIO()])`.
-
-    Nothing is pickled or unpickled.
-    """
+    """Saves and loads checkpoints as folders of safetensors and JSON: `Trainer(plugins=[FolderCheckpointIO()])`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` as the folder `path`, or give it to `storage_options`, a function (path, checkpoint).
+        """Write `checkpoint` as the folder `path`, complete and durable when it returns. On global rank zero.
 
-        Lightning calls it only on global rank zero, with the `storage_options` of `Trainer.save_checkpoint`. Without a
-        function, `files.write` does it: complete and durable when it returns.
+        `storage_options`, those of `Trainer.save_checkpoint`: None, or a function (path, checkpoint) that does it.
         """
-        write = files.write if storage_options is None else storage_options
-        write(path, checkpoint)
+        (storage_options or files.write)(path, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
+        """Read the folder `path`. `weights_only` is about unpickling, which never happens here."""
         return files.read(path, map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -214,7 +209,7 @@ def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
         cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
         found.append(Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1"))
     if trainer.state.fn == TrainerFn.FITTING:
-        found += [*_check_length(trainer, config), *_check_parts(trainer, config)]
+        found += _check_fit(trainer, config)
     if found:
         raise UserError(found)
     check_batch(config, trainer.world_size)
@@ -235,8 +230,8 @@ def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem
         yield Problem(f"the Trainer computes on {kind!r}, and FP8Precision was made for {plugin.plan.device!r}")
 
 
-def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find a Trainer that goes on after the schedule's end. A whole run is one epoch."""
+def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find steps after the schedule's end, a divided model, averaged weights, and another configuration's text."""
     steps, epochs = last_step(config), trainer.max_epochs or 0
     if trainer.max_steps > steps:
         cause = f"Trainer(max_steps={trainer.max_steps}) goes on after the end of trainer.max_steps={steps}"
@@ -244,16 +239,12 @@ def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     if epochs > 1 and not (epochs == _LIGHTNINGS_OWN and trainer.max_steps == -1):
         cause = f"Trainer(max_epochs={epochs}): a whole run of trainer.max_steps={steps} is one epoch"
         yield Problem(cause, f"max_epochs=1; for as many steps, load_config('trainer.max_steps={epochs * steps}')")
-
-
-def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find a divided model, averaged weights, which no checkpoint would give back, and another configuration's text."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         yield Problem(f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model", "'ddp'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            yield Problem(f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds "
-                          "one's", "leave it out")  # fmt: skip
+            cause = f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds one's"
+            yield Problem(cause, "leave it out")
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or not data.is_of(config):
         cause = "the module trains on a TokenDataModule of its own configuration, and the Trainer has none"

@@ -121,15 +121,6 @@ def test_best_between_intervals_is_resumable(tmp_path, whole):
     assert_same(tmp_path, whole)
 
 
-def test_stop_in_a_validation(tmp_path, whole):
-    with pytest.raises(Stopped):
-        run(tmp_path, every=0, callbacks=[At("on_validation_batch_start", 4, kill(signal.SIGTERM))])
-    assert pointers.read(tmp_path / "checkpoints", "last") == pointers.Pointer("step-00000004", 4, None)
-    module, _, _ = run(tmp_path)
-    assert module.validated == [4, 8, 12]
-    assert_same(tmp_path, whole)
-
-
 def test_the_end_is_saved_before_its_validation(tmp_path, whole):
     with pytest.raises(Crash):
         run(tmp_path, max_steps=4, every=0, callbacks=[At("on_validation_batch_end", 4, crash)])

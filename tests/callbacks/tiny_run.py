@@ -88,9 +88,6 @@ class Tiny(LightningModule):
         self.validated: list[int] = []
         self._rng = None
 
-    def finish_step(self):
-        """Nothing is left of a step."""
-
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         loss = (self.net(batch) - batch).square().mean()

@@ -9,12 +9,12 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
-from gpt2_fp8.train.run_end import Precision, RunEnd, Summary
+from gpt2_fp8.train.run_end import RunEnd, Summary
 from tests.runs import summary
 
 
 def ended(**values):
-    return Summary(precision=Precision(asked="fp32"), recipe=None, **values)
+    return Summary(precision={"asked": "fp32"}, **values)
 
 
 ENDS = [
