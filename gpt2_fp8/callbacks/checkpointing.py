@@ -29,13 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing(Checkpoint):
-    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
+    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every lowest finite `val_loss`.
 
     Args:
         folder: holds the checkpoints, `last.json` and `best.json`.
         every_n_steps: the interval in steps; 0: not by steps.
         keep: how many of the newest are kept (at least one), in addition to the best.
-        monitor: the metric whose lowest finite value is the best.
         every_minutes: also save this long after the last checkpoint; 0: not by the clock.
         keep_every_n_steps: also save at multiples of this, and keep these for good; 0: none.
         asynchronous: write in a thread while training goes on; the step waits only for a copy in host memory.
@@ -53,14 +52,12 @@ class Checkpointing(Checkpoint):
         folder: Path,
         every_n_steps: int,
         keep: int,
-        monitor: str = "val_loss",
         every_minutes: float = 0.0,
         keep_every_n_steps: int = 0,
         asynchronous: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self.intervals = Intervals(every_n_steps, every_minutes, keep_every_n_steps)
-        self.monitor = monitor
         self.writer = Writer(self.folder, keep, self.intervals.is_permanent, asynchronous)
         self.tracker = CheckpointTracker(self.writer)
         self.longest_stall: float | None = None
@@ -165,7 +162,7 @@ class Checkpointing(Checkpoint):
         """Note the result of a saved step. If it is the best so far, save the step and let `best.json` name it."""
         if trainer.sanity_checking:
             return
-        step, metric = trainer.global_step, trainer.callback_metrics.get(self.monitor)
+        step, metric = trainer.global_step, trainer.callback_metrics.get("val_loss")
         if self.tracker.is_best_pending():
             with self._measure_stall():
                 self.writer.wait()  # the best that it is compared with must be on the disk
