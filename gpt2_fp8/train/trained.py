@@ -17,7 +17,7 @@ from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
-from gpt2_fp8.config.programs import Which, is_run
+from gpt2_fp8.config.programs import EXAMPLES, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,12 @@ class Trained(NamedTuple):
 
 
 def load(ckpt_path: str, which: Which) -> Trained:
-    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean."""
-    return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
+    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, with remedies for that."""
+    try:
+        return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
+    except CheckpointError as error:  # its own remedies are for a run, or for Python
+        remedy = f"name another one: {EXAMPLES}"
+        raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
 
 
 def find_checkpoint(source: Path, which: Which = "last") -> Path:
