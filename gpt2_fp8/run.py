@@ -67,7 +67,7 @@ def _job(cfg: DictConfig) -> float | None:
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / sweeps.STOP)
         alone = HydraConfig.get().mode == RunMode.RUN
         if not alone:
-            code = launch.launch_ranks(config, compose.of_job(sys.argv[1:], words, str(folder)))
+            code = launch.launch_ranks(config, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
             if code is not None and code > 128:
                 raise Stopped(code - 128)
             if code is not None:
@@ -124,7 +124,7 @@ def _run(argv: list[str]) -> int:
     else:
         plan = compose.plan_run(line, slurm.lasting_name(argv), launch.import_rendezvous)
         argv = plan.words
-        if not plan.multirun and (code := launch.launch_ranks(plan.jobs[0].config, argv)) is not None:
+        if not plan.multirun and (code := launch.launch_ranks(plan.jobs[0].config, lambda: plan.words)) is not None:
             return code
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv

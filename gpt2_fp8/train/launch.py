@@ -126,10 +126,10 @@ def import_rendezvous() -> ModuleType:
         return rendezvous
 
 
-def launch_ranks(config: RunConfig, words: Sequence[str]) -> int | None:
-    """Run a command line as one process for each rank; returns the exit code, None if this process runs it alone.
+def launch_ranks(config: RunConfig, words: Callable[[], Sequence[str]]) -> int | None:
+    """Run a job as one process for each rank; returns the exit code, None if this process runs it.
 
-    That is where a launcher has started it, or where one process is enough.
+    That is where a launcher has started it, or where one process is enough. `words` returns the command line.
     """
     options = config.trainer
     if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
@@ -141,4 +141,4 @@ def launch_ranks(config: RunConfig, words: Sequence[str]) -> int | None:
     with signals.handled():
         from gpt2_fp8.runtime.rendezvous import launch
 
-    return launch(count, words)
+    return launch(count, words())
