@@ -19,9 +19,8 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
-from gpt2_fp8.runtime.signals import Signals
-from gpt2_fp8.train import loading, sweep_job
-from gpt2_fp8.train.run_end import RunEnd, end_of_process
+from gpt2_fp8.train import launch, sweep_job
+from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, known_end, say_end
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
@@ -60,22 +59,23 @@ def _job(cfg: DictConfig) -> float | None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed
         words = unforced(map(str, HydraConfig.get().overrides.task))
-        again = ranks.turns_before() > 0 or ((met := loading.joined_ranks()) is not None and met.again)
+        again = ranks.turns_before() > 0 or ((met := joined_ranks()) is not None and met.again)
         config = compose.to_run_config(cfg, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if HydraConfig.get().mode == RunMode.MULTIRUN and sweeps.is_joblib(HydraConfig.get()):
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / sweeps.STOP)
         alone = HydraConfig.get().mode == RunMode.RUN
-        if not alone and (count := loading.processes_to_start(config)) > 1:
-            code = loading.launch(count, compose.of_job(sys.argv[1:], words, str(folder)))
-            if code > 128:
+        if not alone:
+            code = launch.launch_ranks(config, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
+            if code is not None and code > 128:
                 raise Stopped(code - 128)
-            return end_of_process(RunEnd(config, folder, here, words), code)
+            if code is not None:
+                return end_of_process(RunEnd(config, folder, here, words), code)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(unforced(sys.argv[1:])), here) if alone else None
-        return loading.train(config, folder, here, words, typed)
+        return launch.train(config, folder, here, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
@@ -98,11 +98,11 @@ def main(argv: list[str]) -> int:
         except BaseException as caught:
             if isinstance(caught, BrokenPipeError) and "torch" not in sys.modules:
                 return programs.without_reader()  # of a help text, or of what is said before a run
-            error = _run_error(caught, handlers)
+            error = known_end(caught.error if isinstance(caught, _Ended) else caught, handlers)
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return loading.say_end(error)
+            return say_end(error)
     return code
 
 
@@ -122,10 +122,10 @@ def _run(argv: list[str]) -> int:
             return 0
         argv = compose.look_only(line)
     else:
-        plan = compose.plan_run(line, slurm.lasting_name(argv), loading.import_rendezvous)
+        plan = compose.plan_run(line, slurm.lasting_name(argv), launch.import_rendezvous)
         argv = plan.words
-        if not plan.multirun and (count := loading.processes_to_start(plan.jobs[0].config)) > 1:
-            return loading.launch(count, argv)
+        if not plan.multirun and (code := launch.launch_ranks(plan.jobs[0].config, lambda: plan.words)) is not None:
+            return code
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
@@ -156,19 +156,6 @@ def _end_sweep() -> None:
             print(harmless(text), flush=True)
     except OSError as error:  # a full disk, or a terminal that is gone
         programs.say(f"warning: the table of the sweep is not complete: {error}")
-
-
-def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
-    """Return the known end that `caught` is, or None.
-
-    After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.
-    """
-    if isinstance(caught, _Ended):
-        caught = caught.error
-    if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
-        assert handlers.received is not None
-        return slurm.ended(handlers.received)
-    return caught if isinstance(caught, RunError) else None
 
 
 def entry() -> None:

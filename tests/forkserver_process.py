@@ -25,7 +25,7 @@ from tests import forkserver
 
 PRELOADED = (
     *("gpt2_fp8.train.fit", "gpt2_fp8.layers.block", "hydra._internal.hydra", "pyarrow.parquet", "tiktoken"),
-    *("torch.utils.tensorboard", "filelock", "gpt2_fp8.train.loading", "hydra._internal.logging_config"),
+    *("torch.utils.tensorboard", "filelock", "gpt2_fp8.train.launch", "hydra._internal.logging_config"),
 )
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 

@@ -26,7 +26,7 @@ SMALL = [
 
 def train(folder, *overrides, base=SMALL):
     """Run in this process; returns the validation loss."""
-    from gpt2_fp8.train.loading import train as run
+    from gpt2_fp8.train.launch import train as run
 
     (config,) = compose.preflight([*base, f"run_name={Path(folder).name}", *overrides])
     Path(folder).mkdir(parents=True, exist_ok=True)

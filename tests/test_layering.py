@@ -37,7 +37,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks engine fp8 model data compat checkpoint kernels runtime config",
-        "torch lightning numpy safetensors filelock tensorboard wandb mlflow yaml",
+        "torch lightning numpy safetensors filelock tensorboard mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # the benchmark, and the facts of a machine
@@ -78,9 +78,8 @@ ONLY_IN = {
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["reports.render", "schedule"],
     "yaml": ["compose", "reports.sweep", "train.loggers"],
-    "wandb": ["train.services"],
     "mlflow": ["train.services"],
-    "tensorboard": ["train.tensorboard"],
+    "tensorboard": ["train.loggers"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "evaluate", "compose", "compat.hydra_private"],
     "joblib": ["compose.sweeps"],
@@ -92,12 +91,12 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("wandb", "mlflow", "tensorboard", "joblib", "submitit"),
+    *("mlflow", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
     *("config", "compose", "__main__", "run", "bench", "export", "table", "compare", "schedule", "prepare", "doctor"),
-    *("generate", "import_hf", "evaluate", "train.loading", "train.run_end", "train.sweep_job"),
+    *("generate", "import_hf", "evaluate", "train.launch", "train.run_end", "train.sweep_job"),
     *("compat.hydra_private", "runtime.ranks", "runtime.signals", "runtime.gpu_locks"),
     *("runtime.slurm", "runtime.programs"),
 ]

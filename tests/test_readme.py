@@ -13,7 +13,7 @@ from gpt2_fp8.config import errors
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.loggers import FP8_COLUMNS
-from gpt2_fp8.train.run_end import Precision, Summary
+from gpt2_fp8.train.run_end import Summary
 from tests import settings_page
 from tests.data.tokenizers_made import write_json
 from tests.runs import forked, metrics
@@ -150,7 +150,7 @@ def test_the_mistakes_shown_are_answered_so(page, tmp_path, monkeypatch):
 
 def test_the_tables_are_the_programs():
     assert documented("what-to-watch.md", "column") == set(FP8_COLUMNS)
-    summary = vars(Summary(precision=Precision(asked="bf16"), recipe=None)).keys() - {"_began"}
+    summary = vars(Summary(precision={})).keys() - {"_began"}
     assert documented("output.md", "keys") == summary
     groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in conf_dir().iterdir() if path.is_dir()}
     listed = {names(row[0])[0]: set(names(row[1])) for row in rows(ROOT / "docs/settings.md", "group")}

@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.tracker import CheckpointTracker, Intervals, is_validation_due
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.compat import lightning_private as loops
@@ -30,13 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing(Checkpoint):
-    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
+    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every lowest finite `val_loss`.
 
     Args:
         folder: holds the checkpoints, `last.json` and `best.json`.
         every_n_steps: the interval in steps; 0: not by steps.
         keep: how many of the newest are kept (at least one), in addition to the best.
-        monitor: the metric whose lowest finite value is the best.
         every_minutes: also save this long after the last checkpoint; 0: not by the clock.
         keep_every_n_steps: also save at multiples of this, and keep these for good; 0: none.
         asynchronous: write in a thread while training goes on; the step waits only for a copy in host memory.
@@ -54,14 +52,12 @@ class Checkpointing(Checkpoint):
         folder: Path,
         every_n_steps: int,
         keep: int,
-        monitor: str = "val_loss",
         every_minutes: float = 0.0,
         keep_every_n_steps: int = 0,
         asynchronous: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self.intervals = Intervals(every_n_steps, every_minutes, keep_every_n_steps)
-        self.monitor = monitor
         self.writer = Writer(self.folder, keep, self.intervals.is_permanent, asynchronous)
         self.tracker = CheckpointTracker(self.writer)
         self.longest_stall: float | None = None
@@ -79,11 +75,6 @@ class Checkpointing(Checkpoint):
             keep_every_n_steps=config.keep_every_n_steps,
             asynchronous=config.async_checkpoints,
         )
-
-    @property
-    def best(self) -> Pointer | None:
-        """Return the best validation so far, or None."""
-        return self.tracker.best
 
     def save(self, trainer: Trainer) -> bool:
         """Save the present step, unless that was done already. Collective. Returns whether it is saved.
@@ -133,8 +124,6 @@ class Checkpointing(Checkpoint):
         yield
         self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
-    # ---- when ----------------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier `fit`. After this, Lightning restores what a checkpoint has of it."""
         if stage == "fit":
@@ -148,7 +137,7 @@ class Checkpointing(Checkpoint):
         """
         if trainer.is_global_zero:
             saved_step = self.tracker.saved_step
-            self.writer.begin(saved_step, self.best)
+            self.writer.begin(saved_step, self.tracker.best)
             if 0 < trainer.max_steps <= (saved_step or 0):
                 log.info("already complete: step %d of %d is saved", saved_step, trainer.max_steps)
         self.tracker.sync(trainer.strategy.broadcast)
@@ -173,7 +162,7 @@ class Checkpointing(Checkpoint):
         """Note the result of a saved step. If it is the best so far, save the step and let `best.json` name it."""
         if trainer.sanity_checking:
             return
-        step, metric = trainer.global_step, trainer.callback_metrics.get(self.monitor)
+        step, metric = trainer.global_step, trainer.callback_metrics.get("val_loss")
         if self.tracker.is_best_pending():
             with self._measure_stall():
                 self.writer.wait()  # the best that it is compared with must be on the disk
@@ -206,8 +195,6 @@ class Checkpointing(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
         self.writer.close()
-
-    # ---- what Lightning keeps for it -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of validations."""

@@ -58,7 +58,8 @@ class FP8HealthLog(pl.Callback):
         self._health = self._sent = None
         if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
             recipe = pl_module.step.plan.backend.recipe
-            self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
+            say = partial(log.warning if self.config.callbacks.red_flags else log.debug, "%s")
+            self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, say)
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
                 self._health = health if health.tensors else None
@@ -126,7 +127,3 @@ class FP8HealthLog(pl.Callback):
             self._health = None
             log.warning("step %d: FP8's health is not watched from here on (%s: %s); training goes on",
                         step, type(error).__name__, error)  # fmt: skip
-
-    def _say(self, line: str) -> None:
-        if self.config.callbacks.red_flags:
-            log.warning("%s", line)

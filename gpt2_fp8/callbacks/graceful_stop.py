@@ -1,4 +1,4 @@
-"""Ends training between two steps: at a signal (`runtime/signals.py`), without data, after a time.
+"""Ends training between two steps: at a signal (`runtime/signals.py`), without data, after a time, if it diverges.
 
 The last finished step is saved, on every rank, and the run ends. A single process does not finish the
 step in which the signal comes, since that may take minutes on a CPU. `signals.look` gives it up between two of its
@@ -11,15 +11,19 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
-from gpt2_fp8.engine.divergence import RollBack
+from gpt2_fp8.config.schema import CallbacksConfig
+from gpt2_fp8.engine.divergence import DivergencePolicy, RollBack
+from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.runtime import collectives, ranks, rendezvous, signals, slurm
 from gpt2_fp8.runtime.signals import Interrupted, Signals
 
@@ -31,14 +35,9 @@ _NO_DATA = 256  # what a rank without data tells the others: larger than any sig
 class GracefulStop(Checkpoint):
     """Turns a signal into a saved end: `Stopped` leaves `fit` at the end of the running step, or from a wait for data.
 
-    Use it as a context around everything that should end this way. Its handlers then also hold before `fit` and between
-    two `fit`s. The previous handlers are always restored:
-
-        with GracefulStop(save=checkpointing.save) as stop:
-            Trainer(callbacks=[..., checkpointing, stop]).fit(...)
-
-    It is a `Checkpoint` because Lightning moves those after all other callbacks, in their order. So when the run is
-    saved here, every other callback has finished its step.
+    It is a context around everything that should end this way, also before `fit` and between two `fit`s, and restores
+    the handlers of before. It is a `Checkpoint` because Lightning moves those after all other callbacks, in their
+    order. So when the run is saved here, every other callback has finished its step.
 
     Args:
         save: called with the trainer on every rank, before the run is left. It must return only when the checkpoint is
@@ -155,11 +154,10 @@ class GracefulStop(Checkpoint):
 class TimeLimit(Callback):
     """Stops a run after the step in which its time is over (`trainer.max_time`): the step is a last one like any.
 
-    Lightning's `Timer` exchanges its answer through the GPU after every step, which waits there, and forgets the time
-    of steps that a rollback leaves behind. The time runs from the start of training on, through validations,
-    checkpoints and rollbacks. Training before a resume counts, up to the checkpoint. All ranks stop at the same step:
-    the first one at which the time is over for any of them. Callbacks that look at `trainer.should_stop` come after
-    this one.
+    The time runs from the start of training on, through validations, checkpoints and rollbacks. Training before a
+    resume counts, up to the checkpoint. All ranks stop at the first step at which it is over for any of them.
+    Lightning's `Timer` exchanges its answer through the GPU, which waits, and forgets steps that a rollback leaves.
+    Callbacks that look at `trainer.should_stop` come after this one.
 
     Args:
         seconds: the time; None: no limit. The time is kept all the same, for a resume that has one.
@@ -210,3 +208,50 @@ class TimeLimit(Callback):
         """Add the training before this process. After a rollback nothing is added: the clock still runs."""
         if self._began is None:
             self._before = state_dict["seconds"]
+
+
+class DivergenceGuard(Callback):
+    """Raises what `DivergencePolicy.judge` raises: RollBack for the run to catch, or Diverged.
+
+    One object serves a whole run, in the `fit`s before and after a rollback. It comes after the callbacks that log and
+    before those that save, so nothing of a rolled-back step is saved.
+
+    Args:
+        config: the limits.
+        save: called with the trainer on every rank at the end of the first step after a rollback, so that a killed run
+            resumes after the rollback, not before it. Returns whether the save succeeded.
+    """
+
+    def __init__(self, config: CallbacksConfig, save: Callable[[Trainer], bool]):
+        limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
+        self.policy = DivergencePolicy(
+            *limits, say=rank_zero_only(partial(log.warning, "%s"))
+        )  # all ranks decide alike
+        self._save = save
+        self._save_next = False
+
+    def start_again(self) -> None:
+        """Reset the policy between two `fit`s, after a rollback."""
+        self.policy.start_again()
+        self._save_next = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Subscribe to each settled step: first of all, since a row of the log may need its explanation."""
+
+        def judge(result: StepResult) -> None:
+            self.policy.judge(trainer.global_step, result.read(), result.first)
+
+        pl_module.step.on_settled.insert(0, judge)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save the first step after a rollback, once it is judged."""
+        if self._save_next:
+            self._save_next = not self._save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the policy's state."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the policy's state."""
+        self.policy.load_state_dict(state_dict)

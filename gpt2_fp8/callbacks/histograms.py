@@ -66,10 +66,8 @@ def _count(values: Tensor) -> Tensor:
     chunks = values.split(_CHUNK)
     counts = sum(torch.histc(chunk.float() / scale, BINS, -1, 1).double() for chunk in chunks)
     assert isinstance(counts, Tensor)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
-    )  # a CPU rounds float32
-    squares = norms.square().sum()
+    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]  # a CPU rounds float32
+    squares = torch.stack(norms).square().sum()
     return torch.cat([torch.stack([amax.double(), values.sum().double(), squares]), counts])
 
 
@@ -127,21 +125,19 @@ class Histograms(pl.Callback):
         if not self._due(step):
             return
         result = pl_module.step.last  # settles, on all ranks
-        counted, self._gradients = self._gradients, None
-        if counted is None or result is None:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None or result is None:
             return
-        found = []
-        weights = list(_matrices(pl_module))
+        found, weights = list[TensorStats](), dict(_matrices(pl_module))
         try:
             if result.first is None and not result.read().skipped:  # else they are of an attempt that was given up
-                found = read(*counted[:1], "gradient", counted[1], result.read().clip_ratio)
-            of_weights = count([weight for _, weight in weights])
-            found += read([name for name, _ in weights], "weight", of_weights)
+                found = read(gradients[0], "gradient", gradients[1], result.read().clip_ratio)
+            found += read(list(weights), "weight", count(list(weights.values())))
         except Exception as error:
             self._give_up(error, step)
             return
         for logger in trainer.loggers:
-            if write := getattr(logger, "log_histograms", None):  # train/tensorboard.py
+            if write := getattr(logger, "log_histograms", None):  # train/loggers.py
                 write(found, step)
 
     def _give_up(self, error: Exception, step: int) -> None:

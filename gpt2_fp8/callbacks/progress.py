@@ -156,7 +156,7 @@ class Samples(pl.Callback):
         text = self.prompt + decode_after(tokenizer.decode, prompt, known)
         log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
-            if log_text := getattr(logger, "log_text", None):  # train/tensorboard.py, train/services.py
+            if log_text := getattr(logger, "log_text", None):  # train/loggers.py, train/services.py
                 log_text("sample", text, trainer.global_step)
 
 
@@ -214,14 +214,6 @@ class ProgressBar(LightningBar):
         self._validation = "" if pl_module.val_loss is None else f"val_loss {pl_module.val_loss:.4f}"
         self._draw()
 
-    def on_train_end(self, *_: Any) -> None:
-        """Leave the bar as it is, and the terminal as it was."""
-        self.stop()
-
-    def on_exception(self, *_: Any) -> None:
-        """Do the same."""
-        self.stop()
-
     def _begin(self) -> None:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
         self._bar = Progress(BarColumn(30), text, console=Console(), auto_refresh=False)
@@ -236,7 +228,7 @@ class ProgressBar(LightningBar):
         self._draw(now=True)
 
     def stop(self) -> None:
-        """End the drawing, if it has begun."""
+        """End the drawing, if it has begun: leave the bar as it is, and the terminal as it was."""
         if self._bar is None:
             return
         self._draw(now=True)

@@ -1,4 +1,4 @@
-"""The training log: loss, rate, gradient, speed, waiting and memory, a row an interval; and the peaks of memory."""
+"""The training log: loss, rate, gradient, speed, waiting and memory, a row an interval."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ class Throughput(pl.Callback):
     A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it. The
     first row, that of a step which is validated, and the last one are there at the end of their step.
 
-    The metrics are those of `docs/output.md`. `train_loss` and `penalty` are means over all ranks and those steps that
-    were not skipped; `data_wait` is, on a GPU, the part of the time in which it had nothing to do; `memory_gb` is the
-    peak so far, allocated on a GPU and resident on a CPU.
-
-    The time is that of the device, from verdict to verdict. It leaves out validation, sampling and the first step
-    (compilation, calibration).
+    `docs/output.md` has the metrics. The time is that of the device, from verdict to verdict. It leaves out validation,
+    sampling and the first step (compilation, calibration).
 
     Attributes:
         readers: functions called with each logged step and its metrics, on every rank.
+        training_gb, validation_gb: peaks of allocated memory so far, GiB; None on a CPU, or before the first. Of a
+            validation, with what training keeps meanwhile: weights, optimizer state, recorded graphs.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
@@ -53,7 +51,8 @@ class Throughput(pl.Callback):
         self._paused = False
         self._waits: deque[float] = deque()  # for the batch of each step that is not settled, s
         self._fetched = 0.0  # how long batches have taken in all, s
-        self._peak_gb = 0.0
+        self.training_gb: float | None = None
+        self.validation_gb: float | None = None
         self._begin_interval()
         self._shown: dict[str, float] = {}  # of the newest row, until callbacks have it
 
@@ -110,9 +109,10 @@ class Throughput(pl.Callback):
             self._kept += 1
             self._sums += torch.tensor([verdict.loss, verdict.penalty or 0.0])
         if self._is_due(trainer):
-            self._log(trainer, self._of_driver(trainer) | self._metrics(trainer, verdict, result.lr))
+            self._log(trainer, verdict, result.lr)
 
-    def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    def _log(self, trainer: pl.Trainer, verdict: Verdict, lr: float) -> None:
+        metrics = self._metrics(trainer, verdict, lr)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         for reader in self.readers:
@@ -139,11 +139,6 @@ class Throughput(pl.Callback):
         self._begin_interval()
         return metrics
 
-    def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return what the driver tells of rank 0's GPU; nothing at the first step, which has no interval."""
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        return devices.read_gpu_meter() if on_gpu and trainer.is_global_zero and self._since is not None else {}
-
     def _speed(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
         self.rates.append(rate)
@@ -152,18 +147,24 @@ class Throughput(pl.Callback):
             peak = peak_bf16_flops(torch.cuda.get_device_name())
             if peak is not None:
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
-            self._peak_gb = max(self._peak_gb, _allocated())  # `PeakMemory` resets it
-            metrics["memory_gb"] = self._peak_gb
+            self.training_gb = peak_gb(self.training_gb)
+            metrics["memory_gb"] = self.training_gb or 0.0
+            metrics |= devices.read_gpu_meter() if trainer.is_global_zero else {}
         else:
             metrics["memory_gb"] = devices.peak_host_gb()
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Stop the clock after the last step."""
+        """Stop the clock after the last step, and begin a new peak of memory."""
         pl_module.step.settle()
+        self.training_gb = peak_gb(self.training_gb, reset=True)
         if self._since is not None and self._newest is not None:
             self._seconds += self._newest.seconds_since(self._since)
             self._since, self._paused = None, True
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Take the peak since its start as a validation's."""
+        self.validation_gb = peak_gb(self.validation_gb, reset=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write the row of the last step, if it can be settled by one rank. `GracefulStop` sees to signals."""
@@ -172,38 +173,11 @@ class Throughput(pl.Callback):
                 pl_module.step.settle()
 
 
-class PeakMemory(pl.Callback):
-    """`training_gb` and `validation_gb`: peaks of allocated memory so far, GiB; None on a CPU, or before the first.
-
-    A validation's peak includes what training keeps meanwhile: weights, optimizer state, recorded graphs.
-    """
-
-    def __init__(self) -> None:
-        self.training_gb: float | None = None
-        self.validation_gb: float | None = None
-
-    @property
-    def peak_gb(self) -> float | None:
-        """Return the larger of the two, up to now."""
-        self._training()
-        return max((x for x in (self.training_gb, self.validation_gb) if x is not None), default=None)
-
-    def on_validation_start(self, *_: Any) -> None:
-        """Take the peak so far as training's, and reset it."""
-        self._training()
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
-
-    def on_validation_end(self, *_: Any) -> None:
-        """Take the peak since the start as validation's, and reset it."""
-        if torch.cuda.is_initialized():
-            self.validation_gb = max(self.validation_gb or 0.0, _allocated())
-            torch.cuda.reset_peak_memory_stats()
-
-    def _training(self) -> None:
-        if torch.cuda.is_initialized():
-            self.training_gb = max(self.training_gb or 0.0, _allocated())
-
-
-def _allocated() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30
+def peak_gb(before: float | None, reset: bool = False) -> float | None:
+    """Return the larger of a peak `before` and that of the GPU's memory so far, GiB; `before` on a CPU."""
+    if not torch.cuda.is_initialized():
+        return before
+    peak = max(before or 0.0, torch.cuda.max_memory_allocated() / 2**30)
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return peak

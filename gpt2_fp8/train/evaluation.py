@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, Timer, TQDMProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpt2_fp8.callbacks.throughput import PeakMemory
+from gpt2_fp8.callbacks.throughput import peak_gb
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.config import programs
 from gpt2_fp8.config.checks import vocabulary
@@ -47,9 +47,9 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     device = devices.device(config)
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
     data = TokenDataModule.from_config(config)
-    module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
-    memory, timer = PeakMemory(), Timer()
-    trainer = _trainer(config, plan, [timer, memory])
+    module = GPT2Module(config, vocabulary(trained.config), trained.weights, trained.step)
+    timer = Timer()
+    trainer = _trainer(config, plan, [timer, LambdaCallback(on_validation_start=lambda *_: peak_gb(None, reset=True))])
     try:
         (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     except SystemExit as end:  # Lightning's answer to Ctrl-C
@@ -72,7 +72,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "seconds": seconds,
         "tokens_per_second": found["tokens"] / seconds,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "peak_memory_gb": memory.validation_gb if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
+        "peak_memory_gb": peak_gb(None) if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
     }
     if own.ranking is not None:
         items = programs.read_ranking(own.ranking, [])

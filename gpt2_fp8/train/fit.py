@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.divergence import DivergenceGuard
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
-from gpt2_fp8.callbacks.progress import LogLine, ProgressBar
-from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
+from gpt2_fp8.callbacks.histograms import Histograms
+from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, Samples
+from gpt2_fp8.callbacks.throughput import Throughput, peak_gb
+from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
@@ -23,20 +29,24 @@ from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.divergence import RollBack
+from gpt2_fp8.engine.red_flags import RunWatch
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import library_versions
-from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
+from gpt2_fp8.runtime import collectives, devices, ranks, registry, rendezvous
+from gpt2_fp8.runtime.programs import read_versions
 from gpt2_fp8.train import setup
-from gpt2_fp8.train.run_end import DivergenceReport, RunEnd
-from gpt2_fp8.train.setup import Parts
-from gpt2_fp8.train.trainer import quiet_logs
+from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
+from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.run_end import RunEnd
+from gpt2_fp8.train.trainer import SameRun, build_trainer, quiet_logs
 
 log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, end: RunEnd) -> float | None:
-    """Train as `config` says, in the folder of `end`; returns the last validation loss. `train/loading.py` ends it."""
+    """Train as `config` says, in the folder of `end`; returns the last validation loss. `train/launch.py` ends it."""
     end.first_step = 0
     if (place := ranks.current()).launcher:
         rendezvous.join(place)
@@ -59,11 +69,20 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
         clean_up()
 
 
+class Parts(NamedTuple):
+    """What lives from one rollback to the next."""
+
+    trainer: pl.Trainer
+    module: GPT2Module
+    data: TokenDataModule
+    throughput: Throughput
+
+
 class Training:
     """A run in its process: `config` without any `auto` once it is prepared, `plan` and `checkpoint` to begin from.
 
-    `checkpointing`, `divergence` and `time_limit` are callbacks that outlive a rollback; `parts` are of the present
-    `fit`.
+    `checkpointing`, `divergence`, `time_limit` and `log_line` are callbacks that outlive a rollback; `parts` are of the
+    present `fit`.
     """
 
     plan: Plan
@@ -94,7 +113,7 @@ class Training:
         check_batch(config, world_size)
         config, self._limit, epoch_ends = setup.resolve_length(config, typed)
         self.checkpointing.intervals.epoch_ends = frozenset(epoch_ends)
-        self.checkpoint = setup.find_checkpoint(config, self.end.folder)
+        self.checkpoint = setup.find_start(config, self.end.folder)
         self.config = config = setup.resolve_micro_batch(config, world_size, device, typed)
         self.plan = plan = resolve(config, device)
         if self.checkpoint is not None:
@@ -107,11 +126,10 @@ class Training:
     def fit_to_the_end(self, stop: GracefulStop) -> None:
         """Build and fit, again after each rollback, and validate the end."""
         config, checkpointing = self.config, self.checkpointing
-        self.end.first_step = setup.step_of(self.checkpoint) or 0
-        log_line = LogLine(config, self.time_limit.left, self._best)
-        first, last = (self.time_limit, log_line), (self.divergence, checkpointing, stop)
+        self.end.first_step = setup.saved_step(self.checkpoint) or 0
+        self.log_line = LogLine(config, self.time_limit.left, self._best)
         while True:
-            self.parts = setup.build(config, self.plan, self.checkpoint, self.end, first, last)
+            self.parts = self._build(stop)
             vocab_size, folder = self.parts.module.vocab_size, self.end.folder
             setup.announce(config, self.plan, vocab_size, self._world_size, folder, self.checkpoint)
             back = _fit(self.parts, self.checkpoint)
@@ -119,7 +137,7 @@ class Training:
                 break
             self._go_back(back, self.parts)
         trainer, module = self.parts.trainer, self.parts.module
-        finite = all(_is_finite(weight) for weight in module.parameters())
+        finite = all(setup.is_finite(weight) for weight in module.parameters())
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -130,23 +148,64 @@ class Training:
         reached = "trainer.max_time" if self.time_limit.reached else None
         self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
 
+    def _build(self, stop: GracefulStop) -> Parts:
+        """Build the parts of a run that continues from `checkpoint`, if there is one.
+
+        The order of the callbacks counts: what decides whether a step is the last, and writes log lines, is first.
+        Lightning moves what judges a step, saves and stops behind all others.
+        """
+        config, plan, folder = self.config, self.plan, self.end.folder
+        pl.seed_everything(config.seed, workers=True, verbose=False)
+        resume_step, trial = setup.saved_step(self.checkpoint), config.trainer.fast_dev_run
+        data = TokenDataModule.from_config(config)
+        module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
+        throughput = Throughput(config, module.vocab_size)
+        throughput.readers.append(self.log_line.write)
+        callbacks: list[Callback] = [self.time_limit, self.log_line, throughput]
+        if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
+            write = FP8File(folder, resume_step).write if config.logger.csv and not trial else None
+            callbacks.append(FP8HealthLog(config, write))
+        if config.logger.histograms_every_n_steps and not trial:
+            callbacks.append(Histograms(config.logger.histograms_every_n_steps, run_length.last_step(config)))
+        kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
+        callbacks.append(SameRun(config, read_versions() | _versions(plan), kernels))
+        callbacks += [*self._chosen(throughput), RunLabels(config, self.end.words), self.divergence]
+        callbacks += [] if trial else [self.checkpointing, stop]
+        loggers = [] if trial else build_loggers(config, folder, resume_step, self.end.in_sweep)
+        trainer = build_trainer(config, plan, folder, callbacks, loggers)
+        return Parts(trainer, module, data, throughput)
+
+    def _chosen(self, throughput: Throughput) -> list[Callback]:
+        """Return samples, the bar and the user's own, as chosen. What reads numbers is told to `throughput`."""
+        config, callbacks = self.config, list[Callback]()
+        if config.callbacks.red_flags:
+            watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
+            throughput.readers.append(rank_zero_only(watch.see))
+        if config.callbacks.sample_tokens:
+            callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
+        extra = [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
+        if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
+            callbacks.append(bar := ProgressBar(self.log_line.total, self.log_line.left))
+            throughput.readers.append(bar.read)
+        return callbacks + extra
+
     def _go_back(self, back: RollBack, parts: Parts) -> None:
         """Choose the plan and the checkpoint to continue with, the same on all ranks, and drop the parts."""
         parts.data.teardown()
         folder, saved = self.checkpointing.folder, self.checkpointing.writer.written
-        path = checkpoint_before(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
+        path = setup.choose_rollback(back, folder, saved, self.checkpoint) if ranks.is_first_rank() else None
         self.checkpoint = parts.trainer.strategy.broadcast(path)
         self.divergence.start_again()
         detach_logging(parts.trainer)
+        self.fill_summary()
         if back.step <= parts.module.step.attempts.steps_in_fp8:  # otherwise it was in bf16: FP8 is not at fault
             self.plan = fallen_back(self.plan, self.config, f"fallback at step {back.step}: {back.reason}")
-        self.fill_summary()
         self.parts = None  # its memory is needed
         del parts
         clean_up()
 
     def _best(self) -> tuple[float, int] | None:
-        best = self.checkpointing.best
+        best = self.checkpointing.tracker.best
         return None if best is None or best.val_loss is None else (best.val_loss, best.step)
 
     def last_val_loss(self) -> float | None:
@@ -173,33 +232,39 @@ class Training:
         """Write the results so far into the summary, at any moment, also after a failure."""
         if (parts := self.parts) is None:  # a thread reads it too
             return
-        summary, trainer, throughput, best = self.end.summary, parts.trainer, parts.throughput, self.checkpointing.best
-        summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
-        summary.recipe = parts.plan.recipe
+        summary, trainer, throughput, best = (
+            self.end.summary,
+            parts.trainer,
+            parts.throughput,
+            self.checkpointing.tracker.best,
+        )
+        summary.precision |= {"ran": self.plan.ran, "reason": self.plan.reason}
+        summary.recipe = self.plan.recipe
         summary.steps = trainer.global_step
         if (step := getattr(parts.module, "step", None)) is not None:
-            summary.precision.last_in_bf16 = step.attempts.last_in_bf16
-            summary.kernels = parts.plan.backend.kernels(parts.module.vocab_size, step.micro_batch_size)
+            summary.precision["last_in_bf16"] = step.attempts.last_in_bf16
+            summary.kernels = self.plan.backend.kernels(parts.module.vocab_size, step.micro_batch_size)
         summary.tokens = trainer.global_step * throughput.tokens_per_step
         summary.last_train_loss, summary.last_val_loss = throughput.train_loss, self.last_val_loss()
         summary.tokens_per_second = throughput.median_rate
         summary.checkpoint_stall_seconds = self.checkpointing.longest_stall
-        summary.divergence = DivergenceReport(**self.divergence.policy.report())
+        summary.divergence = self.divergence.policy.report()
         summary.skipped_steps = self.divergence.policy.skipped
         if best is not None:
             summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step
-            summary.checkpoint.best = str(self.checkpointing.folder / best.checkpoint)
+            summary.checkpoint["best"] = str(self.checkpointing.folder / best.checkpoint)
         if last := pointers.read(self.checkpointing.folder, "last"):
-            summary.checkpoint.last = str(self.checkpointing.folder / last.checkpoint)
+            summary.checkpoint["last"] = str(self.checkpointing.folder / last.checkpoint)
         summary.data = parts.data.report()
-        if parts.plan.device == "cpu":
+        if self.plan.device == "cpu":
             summary.device, summary.peak_memory_gb = "cpu", devices.peak_host_gb()
         else:
             summary.versions |= library_versions()
             summary.device = torch.cuda.get_device_name()
-            summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
-            summary.training_memory_gb = parts.memory.training_gb
-            summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb
+            summary.training_memory_gb = throughput.training_gb = peak_gb(throughput.training_gb)
+            summary.validation_memory_gb = throughput.validation_gb or summary.validation_memory_gb
+            peaks = (summary.peak_memory_gb, summary.training_memory_gb, summary.validation_memory_gb)
+            summary.peak_memory_gb = max(peak or 0.0 for peak in peaks)
 
 
 def clean_up() -> None:
@@ -225,39 +290,8 @@ def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
     return None
 
 
-def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
-    """Return the checkpoint in `folder` to go back to, and log it; None: the run starts again.
-
-    `saved`: the steps that this process has written there; other steps may be another run's. `origin`: the checkpoint
-    that the run continued from. It counts as the run's own, and so do those before it in the same folder. If none is
-    older than the divergence, the oldest one after its beginning will do, provided no update was made since.
-    """
-    found = pointers.steps(folder)
-    before_origin = pointers.step_of(origin.name) if origin and origin.parent.resolve() == folder.resolve() else None
-    own = {step: path for step, path in found.items() if step in saved or step <= (before_origin or 0)}
-    candidates = [own[step] for step in sorted(own, reverse=True) if step <= back.before]
-    candidates += [origin] if origin else []
-    if back.weights_intact:
-        candidates += [own[step] for step in sorted(own) if back.before < step <= back.step]
-    path = next((path for path in candidates if _is_sound(path)), None)
-    where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
-    log.warning("step %d: going back %s", back.step, where)
-    return path
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
-
-
-def _is_sound(path: Path) -> bool:
-    """Return whether a checkpoint can be read, with finite weights and moments.
-
-    A weight that is not finite shows in no loss before the next step, and may have been saved meanwhile.
-    """
-    try:
-        checkpoint = files.read(path)
-    except (files.CheckpointError, OSError):
-        return False
-    states = [state for optimizer in checkpoint.get("optimizer_states", []) for state in optimizer["state"].values()]
-    values = [value for tensors in (checkpoint["state_dict"], *states) for value in tensors.values()]
-    return all(_is_finite(value) for value in values if isinstance(value, Tensor))
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of what computes."""
+    if plan.device == "cpu":
+        return {"torch": torch.__version__}
+    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | library_versions()

@@ -22,7 +22,6 @@ from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.model.generate import End, Sampling, Text, decode_after, go_on
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.train import trained
-from gpt2_fp8.train.trained import Trained
 
 _TOKENS = 200  # of a text whose number of tokens is not given, if the context has room for them
 
@@ -60,7 +59,11 @@ class Generation:
         self._ids = [ids if text else separator for text, ids in zip(self.prompts, self._typed, strict=True)]
         if problems := list(self._misfits(found.config.model.n_positions)):
             raise UserError(problems)
-        self.model = _build(found, self.device, self.dtype)
+        # In plain torch.
+        model = unaccelerated(found.config, self.device).backend.build(vocabulary(found.config))
+        model.load_state_dict(dict(found.weights))
+        model.separator_begins = found.step.get("separator_begins", model.separator_begins)
+        self.model: GPT2 = model.to(device=self.device, dtype=self.dtype).eval()
 
     def write(self, say: Callable[[str], object]) -> Iterator[Written]:
         """Write all texts, `batch_size` at a time, in the order of their beginnings and samples.
@@ -80,10 +83,7 @@ class Generation:
 
     def _batch(self, batch: list[tuple[int, int]], say: Callable[[str], object]) -> Iterator[Written]:
         config, tokenizer = self.config, self.tokenizer
-        texts = [
-            Text(self._ids[place], self._seed(place, sample), self._tokens(len(self._ids[place])))
-            for place, sample in batch
-        ]
+        texts = [self._text(place, sample) for place, sample in batch]
         longest = max(len(text.prompt) + text.most for text in texts)
         decoder = Decoder(self.model, len(texts), min(self.model.config.n_positions, longest))
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -100,15 +100,12 @@ class Generation:
             drawn = decode_after(tokenizer.decode, self._typed[place], text.ids)
             yield Written(self.prompts[place], sample, drawn, len(text.ids), text.ended)
 
-    def _tokens(self, prompt: int) -> int:
-        """Return how many tokens a text has at most, beside a beginning of `prompt` tokens."""
-        if self.config.tokens is not None:
-            return self.config.tokens
-        return _TOKENS if self.config.slide else min(_TOKENS, _room(prompt, self.model.config.n_positions))
-
-    def _seed(self, place: int, sample: int) -> int:
-        """Return the seed of one text, which depends on its beginning and not on those beside it."""
-        return zlib.crc32(f"{self.config.seed}/{sample}/{self.prompts[place]}".encode())
+    def _text(self, place: int, sample: int) -> Text:
+        """Return a text to write. Its seed depends on its beginning and not on those beside it."""
+        config, ids = self.config, self._ids[place]
+        seed = zlib.crc32(f"{config.seed}/{sample}/{self.prompts[place]}".encode())
+        most = _TOKENS if config.slide else min(_TOKENS, _room(len(ids), self.model.config.n_positions))
+        return Text(ids, seed, most if config.tokens is None else config.tokens)
 
     def _misfits(self, n_positions: int) -> Iterator[Problem]:
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
@@ -140,12 +137,3 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
         cause = f"tokenizer={show(config.data.tokenizer)} has {ids:,} ids, and the model {has:,}"
         raise UserError.of(cause, "tokenizer=PATH of the one that it was trained with")
     return load_tokenizer(config.data.tokenizer)
-
-
-def _build(found: Trained, device: Literal["cuda", "cpu"], dtype: torch.dtype) -> GPT2:
-    """Build the model in plain torch, in evaluation mode."""
-    config = found.config
-    model = unaccelerated(config, device).backend.build(vocabulary(config))
-    model.load_state_dict(dict(found.weights))
-    model.separator_begins = found.step.get("separator_begins", model.separator_begins)
-    return model.to(device=device, dtype=dtype).eval()

@@ -7,12 +7,12 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable, files, pointers
@@ -33,7 +33,7 @@ from gpt2_fp8.model.hf_names import Place
 from gpt2_fp8.train import trained
 from gpt2_fp8.train.trained import Trained
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # each value of them is one of float32
 _WHOLE = "give a whole folder, as save_pretrained of transformers writes it"
 _SHOWN = 5  # tensors that differ; a list of all of them helps nobody
 CARD = """\
@@ -175,12 +175,14 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
     if not hf_config.is_folder(path):
         return files.read_weights(path)
     architecture, _ = hf_config.read_folder(path)
-    where = hf_names.places(model, architecture, vocab_size)
-    with _open_weights(path) as tensors:
-        stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)
-        if differences := list(_differences(where, {name: tensors.shapes[key] for name, key in stored.items()})):
-            raise _weights_error(path, differences[:_SHOWN])
-        return {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
+    where, tensors = hf_names.places(model, architecture, vocab_size), _load_tensors(path)
+    stored = hf_names.under_their_names(set(tensors), where, architecture)
+    if differences := list(_differences(where, {name: tuple(tensors[key].shape) for name, key in stored.items()})):
+        raise _weights_error(path, differences[:_SHOWN])
+    odd = [f"{key} is of {tensors[key].dtype}" for key in stored.values() if tensors[key].dtype not in _DTYPES]
+    if odd:
+        raise _weights_error(path, odd[:_SHOWN])
+    return {place.name: hf_names.from_hf(place, lambda name: tensors[stored[name]]) for place in where}
 
 
 def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Iterator[str]:
@@ -192,36 +194,12 @@ def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Itera
             yield f"{name} is {there} there, and the model has {needed}"
 
 
-class _Tensors:
-    """The tensors of a folder. Opening reads the files' headers; `load` reads numbers.
-
-    Attributes: `shapes`, by the names in the files.
-
-    Raises CheckpointError for a folder that cannot be read.
-    """
-
-    def __init__(self, path: Path, stack: ExitStack):
-        self.path = path
-        opened = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in _files(path)}
-        self._files = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118 - no dict
-        self.shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in self._files.items()}
-
-    def load(self, key: str) -> Tensor:
-        """Return a tensor, on the CPU. Raises CheckpointError for one that is not float32, bfloat16 or float16."""
-        if (dtype := self._files[key].get_slice(key).get_dtype()) not in DTYPES:
-            raise _weights_error(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
-        tensor: Tensor = self._files[key].get_tensor(key)
-        return tensor
-
-
-@contextmanager
-def _open_weights(path: Path) -> Iterator[_Tensors]:
-    """Open a folder's weights. Raises CheckpointError, also for what cannot be read of them while they are open."""
-    with ExitStack() as stack:
-        try:
-            yield _Tensors(path, stack)
-        except (SafetensorError, OSError) as error:
-            raise _weights_error(path, [f"they cannot be read ({error})"]) from error
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder, by the names in its files: they are mapped into memory, and read when used."""
+    try:
+        return {key: tensor for name in _files(path) for key, tensor in load_file(path / name).items()}
+    except (SafetensorError, OSError) as error:
+        raise _weights_error(path, [f"they cannot be read ({error})"]) from error
 
 
 def _weights_error(path: Path, reasons: list[str]) -> CheckpointError:

@@ -75,18 +75,15 @@ class LanguageModel(nn.Module):
             self._find_scales(ids, targets)
         context = backend.forward_context(fp8=not in_bf16)
         with torch.no_grad(), self._scaling.unchanged(), context:
-            model = self._in_bf16() if in_bf16 else self.model
+            if in_bf16 and not self._twin:
+                self._twin.append(backend.bf16_model(self.model))
+            model = self._twin[0].train(self.model.training) if in_bf16 else self.model
             if targets is None:
                 return model(ids.long())[..., : self.vocab_size]
             return backend.bf16_loss(model, ids, 1.0, targets=targets) if in_bf16 else self._own(ids, targets)
 
     def _own(self, ids: Tensor, targets: Tensor) -> Tensor:
         return self.plan.backend.loss(self.model, ids, None, 1.0, targets)
-
-    def _in_bf16(self) -> GPT2:
-        if not self._twin:
-            self._twin.append(self.plan.backend.bf16_model(self.model))
-        return self._twin[0].train(self.model.training)
 
     def _find_scales(self, ids: Tensor, targets: Tensor | None) -> None:
         """Take the scales of a state dict, or find the first ones from this batch, if delayed scaling needs any."""

@@ -1,32 +1,64 @@
-"""A run's loggers: TensorBoard, `metrics.csv`, `fp8.csv`, each with every step once also after a resume; services."""
+"""A run's loggers: TensorBoard, `metrics.csv`, `fp8.csv`, each with every step once also after a resume; services.
+
+TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
+the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, precision_fp8_layers, speed,
+system, tensors_*.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import math
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import yaml  # type: ignore[import-untyped]
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from gpt2_fp8.callbacks.histograms import TensorStats
 from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.schema import LoggerConfig, PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.runtime import registry
-from gpt2_fp8.train import tensorboard
 from gpt2_fp8.train.metrics_csv import CSVLog
 from gpt2_fp8.train.services import MLflow, Remote, Wandb
-from gpt2_fp8.train.tensorboard import EventFile, Lossy
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger(__name__)
 
 FP8_COLUMNS = ["step", "layer", "tensor", "format", "amax", "scale", "headroom", "saturated", "flushed", "age", "jump"]
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LABELS = ("optim.lr", "seed")  # of every run
 _NO_LABELS = ("run_name", "ckpt_path", "notes", "hydra", "tags", "logger", "callbacks")
+_RUNS = ("train", "val")  # of TensorBoard, which share their charts
+_RESULTS = (("loss", "val"), ("loss", "train"), ("speed/tokens_per_second", "train"))  # of the table of runs: tag, run
+_TAGS = {
+    "train_loss": ("train", "loss"),
+    "val_loss": ("val", "loss"),
+    "penalty": ("train", "loss/penalty"),
+    **{name: ("train", f"optim/{name}") for name in ("lr", "grad_norm", "clip_ratio")},
+    **{name: ("train", f"optim_steps/{name}") for name in ("skipped_steps", "bf16_reruns", "tokens")},
+    **{name: ("train", f"speed/{name}") for name in ("tokens_per_second", "step_time", "data_wait", "mfu_bf16")},
+    **{name: ("train", f"system/{name}") for name in ("memory_gb", "gpu_power_watts", "gpu_utilization")},
+}
+_PREFIXES = {
+    "fp8/": ("train", "precision_fp8/"),
+    "val_loss/": ("val", "loss/"),  # of a source of a mixture
+    "tokens/": ("train", "optim_steps/tokens_of_"),
+    "epochs/": ("train", "optim_steps/epochs_of_"),
+}
+_HISTOGRAMS = {"gradient": "tensors_gradients", "weight": "tensors_weights"}
+_LARGEST_EXPONENT = 50.0  # of a perplexity that is shown: e^50
 
 
 def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
@@ -45,14 +77,32 @@ def build_files(config: LoggerConfig, folder: Path, resume_step: int | None) -> 
 
 def build_loggers(config: RunConfig, folder: Path, resume_step: int | None, in_sweep: bool) -> list[Logger]:
     """Build a run's loggers: its own files, services, of which none is told anything before the first row, plugins'."""
-    resumed = resume_step is not None
     loggers = build_files(config.logger, folder, resume_step)
-    loggers += [Wandb(config, folder, in_sweep, resumed)] if config.logger.wandb is not None else []
-    loggers += [MLflow(config, folder, in_sweep, resumed)] if config.logger.mlflow is not None else []
+    for service, options in ((Wandb, config.logger.wandb), (MLflow, config.logger.mlflow)):
+        if options is not None:
+            loggers.append(service(config, folder, in_sweep, resumed=resume_step is not None))
     return loggers + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 
 
-class MetricsFile(Lossy, Logger):
+class _Lossy:
+    """A log that loses a row if the disk does not take it. The first time logs a warning."""
+
+    _warned = False
+
+    @contextmanager
+    def _losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
+        """Log a warning if `what` cannot be written. Raises OSError for the error numbers `unless`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in unless:
+                raise
+            if not self._warned:
+                log.warning("%s is not written, training goes on: %s", what, error)
+            self._warned = True
+
+
+class MetricsFile(_Lossy, Logger):
     """Writes `folder/metrics.csv`: a run's own metrics, without those of plugins."""
 
     name, version = "metrics.csv", ""
@@ -70,7 +120,7 @@ class MetricsFile(Lossy, Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row. Rows that the disk does not take are written with later ones."""
-        own = {name: value for name, value in metrics.items() if tensorboard.is_known(name)}
+        own = {name: value for name, value in metrics.items() if is_known(name)}
         if own:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in own.items()}
             self._rows.append({**row, "step": step or 0})
@@ -82,8 +132,7 @@ class MetricsFile(Lossy, Logger):
     @rank_zero_only
     def save(self) -> None:
         """Write what is left."""
-        with self.losing_rows("metrics.csv"):
-            self._write()
+        self._write()
 
     @rank_zero_only
     def flush(self) -> None:
@@ -91,16 +140,16 @@ class MetricsFile(Lossy, Logger):
 
         Raises OSError for a full disk. Any other fault of the log only costs a warning.
         """
-        with self.losing_rows("metrics.csv", unless=_FULL):
-            self._write()
+        self._write(unless=_FULL)
 
-    def _write(self) -> None:
-        if self._rows:
-            self._file.append(self._rows)
-            self._rows = []
+    def _write(self, unless: Container[int | None] = ()) -> None:
+        with self._losing_rows("metrics.csv", unless):
+            if self._rows:
+                self._file.append(self._rows)
+                self._rows = []
 
 
-class FP8File(Lossy):
+class FP8File(_Lossy):
     """Writes `folder/fp8.csv`: the health of each FP8 tensor at a step, a row each."""
 
     def __init__(self, folder: Path, resume_step: int | None):
@@ -108,12 +157,128 @@ class FP8File(Lossy):
 
     def write(self, step: int, healths: Iterable[Health]) -> None:
         """Append the rows of one step. If the disk does not take them, they are lost."""
-        with self.losing_rows("fp8.csv"):
+        with self._losing_rows("fp8.csv"):
             self._file.append([
                 {"step": step, "layer": health.tensor.layer, "tensor": health.tensor.kind,
                  "format": health.tensor.format, **{name: getattr(health, name) for name in FP8_COLUMNS[4:]}}
                 for health in healths
             ])  # fmt: skip
+
+
+class EventFile(_Lossy, TensorBoardLogger):
+    """A TensorBoardLogger that sorts metrics into groups, and writes every row into the file at once.
+
+    A killed run continues from a checkpoint, and the rows before it must be in the file then. `folder/tensorboard`
+    holds texts and hyper-parameters, `train` and `val` in it the curves, of which readers drop everything of earlier
+    files at or after `purge_step`. If the disk does not take a row, TensorBoard's writer does not recover.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        super().__init__(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
+        self._purge_step = purge_step
+        self._curves: dict[str, SummaryWriter] = {}
+
+    @contextmanager
+    def _writing(self) -> Iterator[dict[str, SummaryWriter]]:
+        """Give the writers of the curves, and flush all files at the end.
+
+        They are made together, so that a resume drops what is late in each.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        with self._losing_rows("TensorBoard's log"):
+            for name in () if self._curves else _RUNS:
+                self._curves[name] = SummaryWriter(str(Path(self.log_dir, name)), purge_step=self._purge_step)
+            yield self._curves
+            for writer in (self.experiment, *self._curves.values()):
+                writer.flush()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write a row."""
+        with self._writing() as writers:
+            for run, tag, value in place_metrics(metrics):
+                writers[run].add_scalar(tag, value, step)
+
+    @rank_zero_only
+    def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
+        """Write the histogram of each tensor, and of gradients the norm."""
+        with self._writing() as writers:
+            for tensor in tensors:
+                writers["train"].add_histogram_raw(
+                    f"{_HISTOGRAMS[tensor.kind]}/{tensor.name}", -tensor.amax, tensor.amax, sum(tensor.counts),
+                    tensor.sum, tensor.squares, tensor.edges[1:], tensor.counts, step,
+                )  # fmt: skip
+                if tensor.kind == "gradient":
+                    writers["train"].add_scalar(f"tensors_norm/{tensor.name}", tensor.norm, step)
+
+    @rank_zero_only
+    def log_fp8_tensors(self, healths: Iterable[Health], step: int) -> None:
+        """Write the scale and the amax of each FP8 tensor, a curve each."""
+        with self._writing() as writers:
+            for health in healths:
+                for figure, value in (("scale", health.scale), ("amax", health.amax)):
+                    tag = f"precision_fp8_layers/{figure}_{health.tensor.kind}/{health.tensor.layer}"
+                    writers["train"].add_scalar(tag, value, step)
+
+    @rank_zero_only
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, shown character by character."""
+        with self._writing():
+            self.experiment.add_text(tag, code_block(text), step)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any = None, metrics: Any = None, step: int | None = None) -> None:
+        """Write a row of the table of runs. Its results are the last points of the curves that matter."""
+        from tensorboard.plugins.hparams import summary_v2  # the public module wants TensorFlow
+
+        self.hparams.update(params or {})
+        values = dict(self.hparams)
+        columns = [summary_v2.HParam(name) for name in values]
+        results = [summary_v2.Metric(tag, group=run, display_name=f"{run}: {tag}") for tag, run in _RESULTS]
+        trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
+        with self._writing():
+            self.experiment.file_writer.add_summary(summary_v2.hparams_config_pb(columns, results))
+            self.experiment.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Do what Lightning asks for now and then; nothing is left to write."""
+        with self._losing_rows("TensorBoard's log"):
+            super().save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Close the files."""
+        with self._losing_rows("TensorBoard's log"):
+            super().finalize(status)
+            for writer in self._curves.values():
+                writer.close()
+
+
+def is_known(name: str) -> bool:
+    """Return whether a run itself logs a metric of this name; others are those of plugins."""
+    return name in _TAGS or name.startswith(tuple(_PREFIXES))
+
+
+def place_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Yield TensorBoard's run, tag and value of each metric, and the perplexity of each loss: e to the loss in nats.
+
+    A metric that is not this project's keeps its name.
+    """
+    for name, value in metrics.items():
+        run, tag = _TAGS.get(name, ("val" if name.startswith("val_") else "train", name))
+        for prefix, (own_run, own_tag) in _PREFIXES.items():
+            if name.startswith(prefix):
+                run, tag = own_run, own_tag + name.removeprefix(prefix)
+        yield run, tag, value
+        if name in ("train_loss", "val_loss") and float(value) < _LARGEST_EXPONENT:
+            yield run, "loss/perplexity", math.exp(float(value))
+
+
+def code_block(text: str) -> str:
+    """Return Markdown that shows `text` as it is: no underscore becomes italics, and no space is lost."""
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 class RunLabels(pl.Callback):

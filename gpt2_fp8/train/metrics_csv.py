@@ -23,15 +23,15 @@ class Rows(NamedTuple):
 
 def read(path: Path, wanted: Collection[str]) -> Rows:
     """Return the steps and the columns `wanted` of the rows that have any of them, up to the first damage."""
-    rows: list[dict[str, float]] = []
+    rows, damage = list[dict[str, float]](), None
     try:
         for row in _read_rows(path):
             found = {name: float(cell) for name, cell in row.items() if cell and name in wanted}
             if found:
                 rows.append({"step": int(row["step"]), **found})
     except (OSError, ValueError) as error:
-        return Rows(rows, str(error))
-    return Rows(rows, None)
+        damage = str(error)
+    return Rows(rows, damage)
 
 
 class CSVLog:
@@ -43,14 +43,17 @@ class CSVLog:
 
     def __init__(self, path: Path, columns: Sequence[str], resume_step: int | None):
         self.path, self._columns, self._resume_step = path, list(columns), resume_step
-        self._at_resume: set[str] = set()  # columns with a value at `resume_step`
-        self._begun = False
+        self._known: set[str] | None = None  # columns with a value at `resume_step`; None before the first row
 
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Append rows, each with a `step`, all or none of them. Raises OSError."""
-        if not self._begun:
-            self._begin()
-        new = [row for row in map(self._without_known, rows) if len(row) > 1]
+        if self._known is None:
+            self._known = self._begin()
+        new = []
+        for row in rows:
+            known = self._known if row["step"] == self._resume_step else ()
+            if len(rest := {name: value for name, value in row.items() if name not in known}) > 1:
+                new.append(rest)
         missing = sorted({name for row in new for name in row} - set(self._columns))
         if missing or not self.path.is_file():  # somebody may have moved it
             self._rewrite([*self._columns, *missing], list(_read_rows(self.path)))
@@ -58,7 +61,8 @@ class CSVLog:
         csv.DictWriter(text, self._columns).writerows(new)
         durable.append(self.path, text.getvalue().encode())
 
-    def _begin(self) -> None:
+    def _begin(self) -> set[str]:
+        """Drop the rows of later steps, and return the columns that are known at `resume_step`."""
         kept: list[dict[str, str]] = []
         if self._resume_step is not None:
             try:
@@ -68,12 +72,7 @@ class CSVLog:
                 log.warning("%s is damaged (%s): it is put aside as %s", self.path, error, aside)
         self._rewrite(list(dict.fromkeys([*(kept[0] if kept else ()), *self._columns])), kept)
         at_resume = [row for row in kept if int(row["step"]) == self._resume_step]
-        self._at_resume = {name for row in at_resume for name, cell in row.items() if cell} - {"step"}
-        self._begun = True
-
-    def _without_known(self, row: Mapping[str, object]) -> dict[str, object]:
-        known = self._at_resume if row["step"] == self._resume_step else ()
-        return {name: value for name, value in row.items() if name not in known}
+        return {name for row in at_resume for name, cell in row.items() if cell} - {"step"}
 
     def _rewrite(self, columns: list[str], rows: Sequence[Mapping[str, object]]) -> None:
         text = io.StringIO(newline="")

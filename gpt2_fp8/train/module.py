@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn import functional
 
+from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.checks import vocabulary
@@ -26,7 +31,6 @@ from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.trainer import check_trainer, write_folders
-from gpt2_fp8.train.validation import MetricLog, Validation, logits
 
 
 class GPT2Module(pl.LightningModule):
@@ -39,6 +43,7 @@ class GPT2Module(pl.LightningModule):
         config: the run's; its micro-batch is a number.
         vocab_size: the tokenizer's; None: as the configuration says.
         weights: what the model begins with; None: those of `init_from`, or initial values.
+        step_state: what its training step begins with, such as FP8 scales.
 
     Attributes:
         step: the training step, from `configure_model` on.
@@ -46,7 +51,13 @@ class GPT2Module(pl.LightningModule):
         val_loss: the newest validation loss, on the host; None before one.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int | None = None, weights: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        step_state: Mapping[str, Any] = MappingProxyType({}),
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
@@ -54,7 +65,7 @@ class GPT2Module(pl.LightningModule):
         if weights is None and config.init_from:
             weights = huggingface.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
-        self._step_state: Mapping[str, Any] = {}  # what the training step begins with, if there is no step yet
+        self._step_state = step_state  # if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
         self.save_hyperparameters(trained.to_plain(config, self.vocab_size))
 
@@ -76,19 +87,10 @@ class GPT2Module(pl.LightningModule):
         `config` is for a checkpoint that does not hold its own; the others are Lightning's and change nothing.
         """
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)
-        module = cls.unbuilt(found.config, found.weights, found.step)
+        module = cls(found.config, weights=found.weights, step_state=found.step)
         device = torch.device(map_location or "cpu")
         with device:
             module._build(unaccelerated(found.config, "cuda" if device.type == "cuda" else "cpu"))
-        return module
-
-    @classmethod
-    def unbuilt(
-        cls, config: RunConfig, weights: Mapping[str, Tensor], step: Mapping[str, Any], vocab_size: int | None = None
-    ) -> GPT2Module:
-        """Return the module of a checkpoint's parts, whose layers a Trainer builds; `step`: such as FP8 scales."""
-        module = cls(config, vocab_size, weights)
-        module._step_state = step
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -135,7 +137,7 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`train.validation`)."""
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`logits`)."""
         self._check_built()
         return logits(self.step, ids, self.vocab_size)
 
@@ -149,7 +151,6 @@ class GPT2Module(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Put the text and the random numbers where the checkpoint left them, or where a new run begins."""
-        self._metrics = MetricLog(self)
         if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
             begin(self.trainer.global_step)
         rng.begin_rank(self._random_states, self.config.seed, self.trainer.global_step)
@@ -161,39 +162,75 @@ class GPT2Module(pl.LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         advance = self.trainer.datamodule.advance  # type: ignore[attr-defined]  # Lightning sets it in `fit`
         loss = self.step(batch["ids"], optimizer.step, partial(advance, batch["cursor"]))
-        self._metrics.step_ended(self.step)
+        self._log_train_loss()
         return loss
+
+    def _log_train_loss(self) -> None:
+        """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_logged = any(isinstance(callback, Throughput) for callback in callbacks)
+        if not is_logged or any(isinstance(callback, LearningRateMonitor) for callback in callbacks):
+            self.step.settle()
+        if not is_logged:
+            assert self.step.last is not None
+            verdict = self.step.last.read()
+            penalty = {} if verdict.penalty is None else {"penalty": verdict.penalty}
+            self._log_row({"train_loss": verdict.loss} | penalty, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+    def _log_row(self, metrics: Mapping[str, float], every_n_steps: int = 1) -> None:
+        """Show metrics of a step to callbacks and the progress bar, and at intervals (0: never) to the loggers."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        for name in () if fitting else metrics:
+            loops.return_only(self.trainer, name)
+        loops.log_from_host(self, metrics, logger=not fitting)  # `Trainer.validate` returns these
+        step = self.trainer.global_step
+        for logger in self.trainer.loggers if every_n_steps and step % every_n_steps == 0 else ():
+            # By ourselves: Lightning would count this step from 0.
+            logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
         if self.trainer.global_step >= self.trainer.max_steps:
             self.trainer.should_stop = True
 
-    # Validation
+    # Validation, test and predict
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums."""
-        self._validation = Validation(self)
+        """Start the sums of losses and of scored tokens, of each source of a mixture. A sanity check leaves none."""
+        # The data module may be anyone's.
+        self._sources: list[str] = getattr(getattr(self.trainer, "datamodule", None), "val_sources", [])
+        self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in self._sources or [""]]
+        if self.trainer.sanity_checking:
+            self._undo_scales = self.step.scaling.trial()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
-        self._validation.add(batch["ids"], batch.get("source", 0))
+        """Add the losses of one micro-batch of [sequences, n_positions + 1] to the sums of its source."""
+        ids, source = batch["ids"], batch.get("source", 0)
+        with torch.inference_mode(False), torch.no_grad():  # what a forward allocates may be trained with
+            ids = ids.clone() if ids.is_inference() else ids
+            self._sums[source] = self._sums[source] + self.step.evaluation.sums(ids)
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`, and of a mixture `val_loss/NAME`: see `Validation.end`."""
-        self._validation.end()
+        """Log `val_loss`, and of a mixture `val_loss/NAME`."""
+        if self.trainer.sanity_checking:
+            self._undo_scales()
+        else:
+            self.val_loss = self._log_mean_loss("val_loss")
 
-    # Test and predict
-
-    def on_test_epoch_start(self) -> None:
-        """Start the sums."""
-        self._validation = Validation(self, "test_loss")
-
-    test_step = validation_step
+    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
 
     def on_test_epoch_end(self) -> None:
         """Log `test_loss` as a validation logs `val_loss`."""
-        self._validation.end()
+        self._log_mean_loss("test_loss")
+
+    def _log_mean_loss(self, metric: str) -> float:
+        """Log and return the mean over every scored token of every rank; log each source's too, as `metric`/NAME."""
+        sums = self.trainer.strategy.reduce(torch.stack(self._sums), reduce_op="sum")
+        # In float32, as Lightning keeps it beside the checkpoints.
+        overall, *own = [(total / count).float().item() for total, count in (sums.sum(0), *sums)]
+        losses = {f"{metric}/{name}": loss for name, loss in zip(self._sources, own, strict=False)}
+        self._log_row({metric: overall} | losses)
+        return overall
 
     def predict_step(self, batch: Tensor | dict[str, Any], batch_idx: int) -> Tensor:
         """Compute logits [sequences, tokens, vocab_size] of ids [sequences, tokens], or of a validation's batch."""
@@ -223,3 +260,25 @@ class GPT2Module(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what a run continues from: see `resume.take_state`, and what it raises."""
         self._random_states, self._step_state = resume.take_state(checkpoint, self.trainer, self.step), {}
+
+
+def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
+    """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
+
+    They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
+    another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
+    """
+    if ids.dim() != 2:
+        remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
+        raise UserError.of(f"ids have the shape {list(ids.shape)}, and the model takes [sequences, tokens]", remedy)
+    tokens, n_positions = ids.shape[1], step.config.model.n_positions
+    if tokens > n_positions:
+        raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
+    in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
+    with step.evaluation.forwards() as model:
+        if in_fp8 and not step.scaling.ready:
+            raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
+        if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
+            ids = functional.pad(ids, (0, n_positions - tokens))
+        found: Tensor = model(ids)
+    return found[:, :tokens, :vocab_size]

@@ -136,17 +136,14 @@ class FP8Precision(MixedPrecision):
             self._scaling.ready = True
 
     @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    @override
+    def val_step_context(self) -> Iterator[None]:
+        """Enter the precision of a validation step. It leaves the scales of training as they are."""
         self._take_scales()
         with self._scaling.unchanged(), self.forward_context():
             yield
 
-    @override
-    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Enter the precision of a validation step. It leaves the scales of training as they are."""
-        return self._evaluation()
-
-    test_step_context = predict_step_context = val_step_context  # type: ignore[assignment]
+    test_step_context = predict_step_context = val_step_context
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -207,13 +204,11 @@ class RunPrecision(MixedPrecision):
 
 
 def _recipe(recipe: str | Recipe) -> Recipe | None:
-    if not isinstance(recipe, str):
-        return recipe
-    if recipe == "auto":
-        return None
     if recipe == "delayed":
         return DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-    return _built(StatelessRecipe, {"name": recipe})
+    if isinstance(recipe, str):
+        return None if recipe == "auto" else _built(StatelessRecipe, {"name": recipe})
+    return recipe
 
 
 def _built(kind: type[Any], values: dict[str, Any]) -> Any:

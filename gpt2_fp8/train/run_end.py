@@ -1,62 +1,40 @@
-"""The end of a run, as `summary.json`, the log's last lines and the terminal tell it."""
+"""The end of a run, as `summary.json`, the log's last lines, the terminal and other ranks are told of it."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2_fp8.checkpoint import durable, pointers
 from gpt2_fp8.config import disk, hf_config, own_words
 from gpt2_fp8.config.block_spec import block_spec
-from gpt2_fp8.config.errors import JobError, RunError, UserError
+from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import as_typed, counted, duration, setting
-from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.programs import read_versions
 
+if TYPE_CHECKING:
+    from gpt2_fp8.runtime.rendezvous import Meeting
+
 log = logging.getLogger(__name__)
+
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
-Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
-
-
-@dataclass(kw_only=True)
-class Precision:
-    """What was asked for, what ran, and why the two differ (None: they do not)."""
-
-    asked: str
-    ran: str | None = None
-    reason: str | None = None
-    last_in_bf16: int = 0  # steps before the end that computed in bf16 in a run in FP8 (precision.bf16_last_steps)
-
-
-@dataclass(kw_only=True)
-class Checkpoints:
-    """Paths of the two checkpoints that matter; None if there is none."""
-
-    last: str | None = None
-    best: str | None = None
-
-
-@dataclass(kw_only=True)
-class DivergenceReport:
-    """What went wrong in steps of the whole run, and what was done (`engine/divergence.py`)."""
-
-    events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
-    reruns: int = 0  # steps run again in bf16
-    skipped: int = 0  # steps whose update was skipped even after the rerun
-    rollbacks: int = 0
 
 
 @dataclass(kw_only=True)
@@ -68,10 +46,10 @@ class Summary:
 
     tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
     notes: str | None = None
-    precision: Precision
+    precision: dict[str, Any]  # asked; ran; the reason if the two differ; last_in_bf16, steps before the end
     recipe: str | None = None  # the scaling recipe; None if nothing ran in FP8
     optimizer: str = "adamw"
-    status: Status = "failed"
+    status: str = "failed"  # completed, stopped, failed, diverged, refused, data_lost, interrupted
     exit_code: int = 1
     message: str = ""
     ended_by: str | None = None  # the key of the limit that ended it: trainer.max_steps, ...; None: something else did
@@ -90,8 +68,10 @@ class Summary:
     validation_memory_gb: float | None = None
     checkpoint_stall_seconds: float | None = None  # the longest of this process; None if no checkpoint was taken
     skipped_steps: int = 0
-    divergence: DivergenceReport = field(default_factory=DivergenceReport)
-    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    divergence: dict[str, Any] = field(  # what went wrong in steps of the whole run, and what was done
+        default_factory=lambda: {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
+    )
+    checkpoint: dict[str, str | None] = field(default_factory=lambda: {"last": None, "best": None})  # paths
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
@@ -110,16 +90,15 @@ class Summary:
 
     def finish(self, error: BaseException | None = None) -> int:
         """Note how the run ended: `error`, or None if it ended well. Returns the process's exit code."""
-        self.ended = _now()
-        self.duration_s = time.monotonic() - self._began
+        self.ended, self.duration_s = _now(), time.monotonic() - self._began
+        end: tuple[str, int, str] = "failed", 1, f"{type(error).__name__}: {error}"
         if error is None:
-            self.status, self.exit_code, self.message = "completed", 0, ""
+            end = "completed", 0, ""
         elif isinstance(error, RunError):
-            self.status, self.exit_code, self.message = error.status, error.exit_code, str(error)  # type: ignore[assignment]
+            end = error.status, error.exit_code, str(error)
         elif isinstance(error, KeyboardInterrupt):
-            self.status, self.exit_code, self.message = "interrupted", 130, "interrupted before it could save"
-        else:
-            self.status, self.exit_code, self.message = "failed", 1, f"{type(error).__name__}: {error}"
+            end = "interrupted", 130, "interrupted before it could save"
+        self.status, self.exit_code, self.message = end
         return self.exit_code
 
     def write(self, folder: Path) -> Path:
@@ -131,9 +110,8 @@ class Summary:
             before = read_summary(folder)
             for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
                 setattr(self, name, getattr(self, name) or before.get(name))
-        path = Path(folder) / NAME
-        durable.write_json(path, _finite(asdict(self)))
-        return path
+        durable.write_json(folder / NAME, _finite(asdict(self)))
+        return folder / NAME
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -148,13 +126,11 @@ def _now() -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(entry) for entry in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunEnd:
@@ -167,8 +143,8 @@ class RunEnd:
         self, config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), typed: Typed | None = None
     ) -> None:
         self.folder, self.words = folder, words
-        asked = Precision(asked=config.precision.name)
-        self.summary = Summary(precision=asked, tags=config.tags, notes=config.notes, overrides=list(words))
+        precision = {"asked": config.precision.name, "ran": None, "reason": None, "last_in_bf16": 0}
+        self.summary = Summary(precision=precision, tags=config.tags, notes=config.notes, overrides=list(words))
         self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
@@ -206,7 +182,7 @@ class RunEnd:
             return
         if config.logger.tensorboard:
             yield f"curves: tensorboard --logdir {shown}"
-        if self._typed is None or done.checkpoint.last is None:
+        if self._typed is None or done.checkpoint["last"] is None:
             return
         yield f"next: {self._command_to_continue(self._typed)}"
         if done.status != "completed":
@@ -231,9 +207,8 @@ class RunEnd:
 
 def result_line(done: Summary, first_step: int) -> str:
     """Return a run's results in one line: steps, time, losses in nats a token, speed of all GPUs together."""
-    steps, now = counted(done.steps, "step"), done.steps - first_step
-    took = duration(done.duration_s or 0.0)
-    steps += f", {now:,} of them in {took}" if first_step else f" in {took}"
+    steps, took = counted(done.steps, "step"), duration(done.duration_s or 0.0)
+    steps += f", {done.steps - first_step:,} of them in {took}" if first_step else f" in {took}"
     best = "" if done.best_val_loss is None else f" (best {done.best_val_loss:.4f} at step {done.best_val_loss_step:,})"
     known = (
         ("train loss {:.4f}", done.last_train_loss),
@@ -242,6 +217,51 @@ def result_line(done: Summary, first_step: int) -> str:
     )
     found = [shown.format(value) for shown, value in known if value is not None]
     return f"{done.status} {steps}: {', '.join(found)}" if found else f"{done.status}: {steps}"
+
+
+def joined_ranks() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
+    from gpt2_fp8.runtime import rendezvous
+
+    return rendezvous.joined()
+
+
+def known_end(caught: BaseException, handlers: signals.Signals) -> RunError | None:
+    """Return the known end that `caught` is, or None.
+
+    After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.
+    """
+    if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
+        assert handlers.received is not None
+        return slurm.ended(handlers.received)
+    return caught if isinstance(caught, RunError) else None
+
+
+def say_end(error: RunError | None) -> int:
+    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
+
+    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
+    end: an agent ends all when the first of them is gone.
+    """
+    met = joined_ranks()
+    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if met is not None:
+        met.tell(error or RunError(text.splitlines()[-1]))
+    if ranks.is_first_rank():
+        programs.say(text)
+        if met is not None:
+            met.say(text)
+    elif met is not None:
+        met.end_after_rank_zero(error, text)
+    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+        until = time.monotonic() + AGENT_SECONDS
+        while signals.get_received() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if signals.get_received() is None:  # rank 0 was not refused
+            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+    return 1 if error is None else error.exit_code
 
 
 def end_of_process(end: RunEnd, code: int) -> float | None:

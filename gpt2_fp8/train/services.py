@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.schema import RunConfig, WandbConfig
+from gpt2_fp8.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +28,20 @@ END_SECONDS = 60.0  # that the end of a run waits for what is not sent yet
 _WRITING = threading.Lock()  # each service has a thread
 _LOCAL = "sqlite:///mlflow.db"  # in the folder where the command was typed, as MLflow's own server has it
 _TALKATIVE = ("mlflow", "alembic", "lightning.pytorch.loggers.mlflow")  # about tables and experiments made
-_STEP = "trainer/global_step"  # the name of the step in Lightning's rows
 
 
 def read_run_id(folder: Path, service: str) -> str | None:
     """Return the identifier of the run at a service; None if there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return str(disk.read_json(folder / FILE)[service])
     return None
-
-
-def note_run_id(folder: Path, service: str, name: str) -> None:
-    """Note an identifier. Raises OSError."""
-    with _WRITING:
-        path = folder / FILE
-        durable.write_json(path, (disk.read_json(path) if path.exists() else {}) | {service: name})
 
 
 class Remote(Logger):
     """Hands each row to a thread, which gives it to Lightning's logger of the service.
 
     The first failure of several in a row logs a warning, and rows of a service that does not answer are lost. A
-    subclass opens and closes the run and sends what is no row, in the thread, and may raise anything there.
+    subclass opens and closes the run and sends texts, in the thread, and may raise anything there.
 
     Attributes: `name`, the service's name; `key`, its name in `remote_runs.json`; `undelivered`, what to do about rows
     that did not arrive; `run_id`, the run's identifier there, None for a new one; `group`, its sweep.
@@ -79,6 +71,13 @@ class Remote(Logger):
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text."""
         raise NotImplementedError
+
+    def note_run_id(self, run_id: str) -> None:
+        """Note the identifier of a run that was begun. Raises OSError."""
+        with _WRITING:
+            path = self.folder / FILE
+            durable.write_json(path, (disk.read_json(path) if path.exists() else {}) | {self.key: run_id})
+        self.run_id = run_id
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -146,44 +145,30 @@ class Wandb(Remote):
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
-        assert self.config.logger.wandb is not None
-        mode = self.config.logger.wandb.mode
+        options = self.config.logger.wandb
+        assert options is not None
+        open_run = partial(
+            WandbLogger, self.run_name, self.folder,
+            self.run_id,  # None: that of its sweep's agent, or a new one
+            project=options.project, entity=options.entity, group=options.group or self.group,
+            notes=self.config.notes, tags=[f"{key}={value}"[:64] for key, value in self.config.tags.items()],
+            config=asdict(self.config), allow_val_change=True,
+            reinit="create_new",  # each job of a sweep is a run of its own, also if one before did not end
+            settings={"console": "off", "silent": True},  # the log and the bar are ours
+        )  # fmt: skip
+        logger = open_run(mode=options.mode)
         try:
-            logger = self._open(self.config.logger.wandb, mode)
+            run: Any = logger.experiment
         except Exception as error:
-            if mode == "offline":
+            if options.mode == "offline":
                 raise
             log.warning("W&B cannot be reached, so the run is kept for `wandb sync` (%.200s); `wandb login`, or "
                         "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
-            logger = self._open(self.config.logger.wandb, "offline")
-        run: Any = logger.experiment
-        note_run_id(self.folder, self.key, run.id)
+            logger = open_run(mode="offline")
+            run = logger.experiment
+        self.note_run_id(run.id)
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
         return logger
-
-    def _open(self, options: WandbConfig, mode: str | None) -> WandbLogger:
-        import wandb
-
-        more: dict[str, Any] = {} if mode is None else {"mode": mode}
-        run = wandb.init(
-            name=self.run_name,
-            project=options.project,
-            entity=options.entity,
-            group=options.group or self.group,
-            dir=self.folder,
-            id=self.run_id,  # None: that of its sweep's agent, or a new one
-            resume="allow",
-            reinit="create_new",  # each job of a sweep is a run of its own, also if one before did not end
-            notes=self.config.notes,
-            tags=[f"{key}={value}"[:64] for key, value in self.config.tags.items()],
-            config=asdict(self.config),
-            allow_val_change=True,
-            settings=wandb.Settings(console="off", silent=True),  # the log and the bar are ours
-            **more,
-        )
-        run.define_metric(_STEP)
-        run.define_metric("*", step_metric=_STEP, step_sync=True)
-        return WandbLogger(experiment=run)
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a table of one row."""
@@ -205,21 +190,19 @@ class MLflow(Remote):
 
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
+        options = self.config.logger.mlflow
+        assert options is not None
         own = {f"tags.{key}": str(value) for key, value in self.config.tags.items()}
         own |= {"mlflow.note.content": self.config.notes} if self.config.notes else {}
         own |= {"sweep": self.group} if self.group else {}
-        options = self.config.logger.mlflow
-        assert options is not None
         uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _LOCAL
         logger = MLFlowLogger(options.experiment, self.run_name, uri, own, run_id=self.run_id)
-        if self.run_id is None:
-            self.run_id = logger.run_id
-            assert self.run_id is not None
-            note_run_id(self.folder, self.key, self.run_id)
-            logger.log_hyperparams(asdict(self.config))
-            log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
-        else:
+        if self.run_id is not None:
             logger.experiment.set_terminated(self.run_id, "RUNNING")
+            return logger
+        self.note_run_id(str(logger.run_id))
+        logger.log_hyperparams(asdict(self.config))
+        log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
         return logger
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:

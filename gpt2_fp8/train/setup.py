@@ -1,49 +1,30 @@
-"""From a checked configuration to a run: what it means on this machine, which the log says, and the run's parts."""
+"""A checked configuration on this machine: its steps, micro-batch and checkpoint; and what the log says of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Collection, Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.callbacks import ProgressBar as LightningBar
-from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
-from gpt2_fp8.callbacks.checkpointing import Checkpointing
-from gpt2_fp8.callbacks.divergence import DivergenceGuard
-from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
-from gpt2_fp8.callbacks.graceful_stop import GracefulStop, TimeLimit
-from gpt2_fp8.callbacks.histograms import Histograms
-from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, Samples
-from gpt2_fp8.callbacks.same_run import SameRun
-from gpt2_fp8.callbacks.throughput import PeakMemory, Throughput
-from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
+from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import counted
-from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.preparation import tokens_a_pass
-from gpt2_fp8.engine.red_flags import RunWatch
+from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, optimizer_bytes, parameter_count, peak_bf16_flops
-from gpt2_fp8.runtime import ranks, registry, rendezvous
-from gpt2_fp8.runtime.programs import read_versions
-from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
-from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.run_end import RunEnd
-from gpt2_fp8.train.trainer import build_trainer
+from gpt2_fp8.runtime import ranks, rendezvous
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -103,7 +84,7 @@ def resolve_micro_batch(
     return replace(config, micro_batch_size=run_length.largest_divisor(share, most))
 
 
-def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
+def find_start(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, verified, or None for a fresh start, also if `last` found none."""
     if config.ckpt_path is None:
         return None
@@ -117,13 +98,52 @@ def find_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     return found
 
 
-def step_of(checkpoint: Path | None) -> int | None:
+def saved_step(checkpoint: Path | None) -> int | None:
     """Return the optimizer step of a checkpoint."""
     return None if checkpoint is None else int(read_manifest(checkpoint)["global_step"])
 
 
+def choose_rollback(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
+    """Return the checkpoint in `folder` to go back to, and log it; None: the run starts again.
+
+    `saved`: the steps that this process has written there; other steps may be another run's. `origin`: the checkpoint
+    that the run continued from. It counts as the run's own, and so do those before it in the same folder. If none is
+    older than the divergence, the oldest one after its beginning will do, provided no update was made since.
+    """
+    found = pointers.steps(folder)
+    before_origin = pointers.step_of(origin.name) if origin and origin.parent.resolve() == folder.resolve() else None
+    own = {step: path for step, path in found.items() if step in saved or step <= (before_origin or 0)}
+    candidates = [own[step] for step in sorted(own, reverse=True) if step <= back.before]
+    candidates += [origin] if origin else []
+    if back.weights_intact:
+        candidates += [own[step] for step in sorted(own) if back.before < step <= back.step]
+    path = next((path for path in candidates if _is_sound(path)), None)
+    where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
+    log.warning("step %d: going back %s", back.step, where)
+    return path
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite."""
+    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
+
+
+def _is_sound(path: Path) -> bool:
+    """Return whether a checkpoint can be read, with finite weights and moments.
+
+    A weight that is not finite shows in no loss before the next step, and may have been saved meanwhile.
+    """
+    try:
+        checkpoint = files.read(path)
+    except (files.CheckpointError, OSError):
+        return False
+    states = [state for optimizer in checkpoint.get("optimizer_states", []) for state in optimizer["state"].values()]
+    values = [value for tensors in (checkpoint["state_dict"], *states) for value in tensors.values()]
+    return all(is_finite(value) for value in values if isinstance(value, Tensor))
+
+
 def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
-    """Log what was chosen and why, in at most a dozen lines."""
+    """Log what was chosen and why, in at most a dozen lines. `start`: the checkpoint that the run continues from."""
     model, padded, tokens = config.model, padded_vocabulary(vocab_size), tokens_a_step(config)
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     parameters, per_token = parameter_count(model, padded), flops_per_token(model, padded)
@@ -152,76 +172,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     if peak := peak_bf16_flops(name):
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:
-        log.info("continues  %s (step %s)", start, f"{step_of(start):,}")
+        log.info("continues  %s (step %s)", start, f"{saved_step(start):,}")
     elif config.init_from:
         log.info("weights    from %s", config.init_from)
     log.info("folder     %s", folder)
-
-
-@dataclass
-class Parts:
-    """The parts of a run, ready to fit."""
-
-    plan: Plan
-    trainer: pl.Trainer
-    module: GPT2Module
-    data: TokenDataModule
-    throughput: Throughput
-    memory: PeakMemory
-
-
-def build(
-    config: RunConfig,
-    plan: Plan,
-    checkpoint: Path | None,
-    end: RunEnd,
-    first: tuple[TimeLimit, LogLine],
-    last: tuple[DivergenceGuard, Checkpointing, GracefulStop],
-) -> Parts:
-    """Build the parts of a run in the folder of `end`, which continues from `checkpoint`, if there is one.
-
-    `first` and `last` are callbacks that outlive a rollback: what decides whether a step is the last and writes log
-    lines; and what judges a step, saves and stops. Lightning moves the last two behind all others, in their order.
-    """
-    pl.seed_everything(config.seed, workers=True, verbose=False)
-    resume_step, trial = step_of(checkpoint), config.trainer.fast_dev_run
-    data = TokenDataModule.from_config(config)
-    module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
-    throughput, memory = Throughput(config, module.vocab_size), PeakMemory()
-    throughput.readers.append(first[1].write)
-    kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
-    same_run = SameRun(asdict(config), read_versions() | _versions(plan), kernels)
-    callbacks: list[Callback] = [*first, throughput]
-    if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
-        write = FP8File(end.folder, resume_step).write if config.logger.csv and not trial else None
-        callbacks.append(FP8HealthLog(config, write))
-    callbacks.append(memory)
-    if config.logger.histograms_every_n_steps and not trial:
-        callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
-    callbacks += [same_run, *_chosen(config, throughput, first[1]), RunLabels(config, end.words)]
-    callbacks += last[:1] if trial else last
-    loggers = [] if trial else build_loggers(config, end.folder, resume_step, end.in_sweep)
-    trainer = build_trainer(config, plan, end.folder, callbacks, loggers)
-    return Parts(plan, trainer, module, data, throughput, memory)
-
-
-def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> list[Callback]:
-    """Return samples, the progress bar and the user's own, as chosen; what reads numbers is told to `throughput`."""
-    callbacks: list[Callback] = []
-    if config.callbacks.red_flags:
-        watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
-        throughput.readers.append(rank_zero_only(watch.see))
-    if config.callbacks.sample_tokens:
-        callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
-    extra = [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
-    if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
-        callbacks.append(bar := ProgressBar(log_line.total, log_line.left))
-        throughput.readers.append(bar.read)
-    return callbacks + extra
-
-
-def _versions(plan: Plan) -> dict[str, str]:
-    """Of what computes."""
-    if plan.device == "cpu":
-        return {"torch": torch.__version__}
-    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | library_versions()

@@ -15,18 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.config import parsing
-from gpt2_fp8.config.errors import JobError, RunError
+from gpt2_fp8.config.errors import JobError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import gpu_locks, programs, signals, slurm
-from gpt2_fp8.train import loading
-from gpt2_fp8.train.run_end import RunEnd, end_of_process
+from gpt2_fp8.train import launch
+from gpt2_fp8.train.run_end import RunEnd, end_of_process, known_end, say_end
 
 log = logging.getLogger(__name__)
 LOG = "run.log"  # in the job's folder
@@ -116,16 +115,10 @@ def main() -> int:
                 logging.basicConfig(stream=sys.stdout, level=asked["level"], format=form, datefmt="%H:%M:%S")
                 config, _ = parsing.build(RunConfig, asked["config"])
                 assert config is not None
-                loading.train(config, Path(asked["folder"]), Path(asked["here"]), asked["words"])
+                launch.train(config, Path(asked["folder"]), Path(asked["here"]), asked["words"])
         except BaseException as caught:
             handlers.hold()
-            if isinstance(caught, RunError):
-                print(caught, file=sys.stderr)
-                return caught.exit_code
-            if handlers.thrown and handlers.received is not None:  # before the run
-                return slurm.ended(handlers.received).exit_code
-            traceback.print_exception(caught)
-            return 1
+            return say_end(known_end(caught, handlers))
     return 0
 
 

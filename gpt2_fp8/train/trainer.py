@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import shortened
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
 from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
@@ -33,20 +35,32 @@ _QUIET = (
     *("lightning.pytorch", "lightning.fabric"),
     *("datasets", "huggingface_hub", "httpx", "httpx2"),  # a line for each file and each request
 )
+# Names of places, which may be another one on each node. What is read there is compared.
+_PLACES = (
+    *("run_name", "ckpt_path", "init_from", "tags", "notes"),
+    *("data.cache_dir", "data.train_files", "data.val_files", "data.path", "data.tokenizer", "data.sources"),
+)
+_SHOWN = 80  # characters of a value in which ranks differ
 _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps
 
 
 def build_trainer(
     config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], loggers: list[Logger]
 ) -> pl.Trainer:
-    """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
-    options = config.trainer
-    several = ranks.current().several or devices.devices(config, plan.device) * options.num_nodes > 1
+    """Build Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are.
+
+    Raises UserError if there are more processes than GPUs.
+    """
+    options, place, on_gpu = config.trainer, ranks.current(), plan.device == "cuda"
+    seen, count = torch.cuda.device_count() if on_gpu else 0, devices.devices(config, plan.device)
+    environment: ClusterEnvironment = LightningEnvironment()  # whatever Lightning would detect
+    if place.several:
+        environment = LaunchedEnvironment(devices.place(place, seen) if on_gpu else place.local_rank)
     return pl.Trainer(
         accelerator=plan.device,
-        devices=count_devices(config, plan.device),
+        devices=min(place.local_world_size, seen) if on_gpu and place.several else count,
         num_nodes=options.num_nodes,
-        strategy=RanksStrategy() if several else options.strategy,
+        strategy=RanksStrategy() if place.several or count * options.num_nodes > 1 else options.strategy,
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -57,7 +71,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[RunPrecision(plan), FolderCheckpointIO(), _environment(plan.device)],
+        plugins=[RunPrecision(plan), FolderCheckpointIO(), environment],
         callbacks=callbacks,
         logger=loggers,
         enable_checkpointing=not options.fast_dev_run,
@@ -70,40 +84,18 @@ def build_trainer(
     )
 
 
-def count_devices(config: RunConfig, on: Device) -> int:
-    """Return the number of devices that this process has to see, for Lightning."""
-    place = ranks.current()
-    if on == "cuda" and place.several:
-        return min(place.local_world_size, torch.cuda.device_count())
-    return devices.devices(config, on)
-
-
-def _environment(on: Device) -> ClusterEnvironment:
-    """Return who the processes are, whatever Lightning would detect. Raises UserError if they are more than GPUs."""
-    place = ranks.current()
-    if not place.several:
-        return LightningEnvironment()
-    on_gpu = on == "cuda"
-    return LaunchedEnvironment(devices.place(place, torch.cuda.device_count()) if on_gpu else place.local_rank)
-
-
 class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads checkpoints as folders of safetensors and JSON, for `Trainer(plugins=[FolderCheckpointIO()])`.
-
-    Nothing is pickled or unpickled.
-    """
+    """Saves and loads checkpoints as folders of safetensors and JSON: `Trainer(plugins=[FolderCheckpointIO()])`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` as the folder `path`, or give it to `storage_options`, a function (path, checkpoint).
+        """Write `checkpoint` as the folder `path`, complete and durable when it returns. On global rank zero.
 
-        Lightning calls it only on global rank zero, with the `storage_options` of `Trainer.save_checkpoint`. Without a
-        function, `files.write` does it: complete and durable when it returns.
+        `storage_options`, those of `Trainer.save_checkpoint`: None, or a function (path, checkpoint) that does it.
         """
-        write = files.write if storage_options is None else storage_options
-        write(path, checkpoint)
+        (storage_options or files.write)(path, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
+        """Read the folder `path`. `weights_only` is about unpickling, which never happens here."""
         return files.read(path, map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -158,6 +150,55 @@ class RanksStrategy(DDPStrategy):
         super().setup_environment()
 
 
+class SameRun(Callback):
+    """Compares once what this rank is about to train with what the others are.
+
+    Ranks that differ would go on: gradients of other models of equal shapes can be averaged, or those of other text,
+    and each kernel rounds in its own way.
+
+    Args:
+        config: the run's.
+        versions: of what could change a number.
+        kernels: what computes, by the part of the model, in words.
+    """
+
+    def __init__(self, config: RunConfig, versions: Mapping[str, str | None], kernels: Mapping[str, str]) -> None:
+        self._facts = {"settings": _flat(asdict(config)), "versions": dict(versions), "kernels": dict(kernels)}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
+        identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
+        own = self._facts | {"text": identity()}
+        ranks_facts = [json.loads(facts) for facts in collectives.everyones(json.dumps(own, default=str))]
+        if problems := list(_differences(ranks_facts)):
+            raise SharedRefusal(problems)
+
+
+def _differences(facts: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Problem]:
+    """Yield a problem for each kind of fact in which any rank differs from rank 0, with the first such rank."""
+    for kind, first in facts[0].items():
+        rank = next((rank for rank, of_rank in enumerate(facts) if of_rank[kind] != first), 0)
+        own = facts[rank][kind]
+        shown = [
+            f"{name} {shortened(str(own.get(name, 'none')), _SHOWN)} instead of "
+            f"{shortened(str(first.get(name, 'none')), _SHOWN)}"
+            for name in {**first, **own}
+            if own.get(name) != first.get(name)
+        ]
+        if rank:
+            yield Problem(f"rank {rank} has other {kind} than rank 0: {'; '.join(shown)}")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their whole keys, without the names of places."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = prefix + name
+        if key not in _PLACES:
+            found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
 def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
     """Raise UserError with everything in which `trainer`, which may be anyone's, contradicts `config`.
 
@@ -168,7 +209,7 @@ def check_trainer(trainer: pl.Trainer, config: RunConfig) -> None:
         cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
         found.append(Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1"))
     if trainer.state.fn == TrainerFn.FITTING:
-        found += [*_check_length(trainer, config), *_check_parts(trainer, config)]
+        found += _check_fit(trainer, config)
     if found:
         raise UserError(found)
     check_batch(config, trainer.world_size)
@@ -189,8 +230,8 @@ def _check_precision(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem
         yield Problem(f"the Trainer computes on {kind!r}, and FP8Precision was made for {plugin.plan.device!r}")
 
 
-def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find a Trainer that goes on after the schedule's end. A whole run is one epoch."""
+def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find steps after the schedule's end, a divided model, averaged weights, and another configuration's text."""
     steps, epochs = last_step(config), trainer.max_epochs or 0
     if trainer.max_steps > steps:
         cause = f"Trainer(max_steps={trainer.max_steps}) goes on after the end of trainer.max_steps={steps}"
@@ -198,16 +239,12 @@ def _check_length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     if epochs > 1 and not (epochs == _LIGHTNINGS_OWN and trainer.max_steps == -1):
         cause = f"Trainer(max_epochs={epochs}): a whole run of trainer.max_steps={steps} is one epoch"
         yield Problem(cause, f"max_epochs=1; for as many steps, load_config('trainer.max_steps={epochs * steps}')")
-
-
-def _check_parts(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """Find a divided model, averaged weights, which no checkpoint would give back, and another configuration's text."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         yield Problem(f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model", "'ddp'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            yield Problem(f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds "
-                          "one's", "leave it out")  # fmt: skip
+            cause = f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds one's"
+            yield Problem(cause, "leave it out")
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or not data.is_of(config):
         cause = "the module trains on a TokenDataModule of its own configuration, and the Trainer has none"

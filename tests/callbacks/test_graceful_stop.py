@@ -21,18 +21,6 @@ from tests.callbacks.tiny_run import At, kill, run, two_ranks
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
-    done = forkserver.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), name, "5"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, done.stderr
-    assert f"{name}: stopping and saving" in done.stderr
-    assert "Traceback" not in done.stderr
-    path = pointers.resolve("last", tmp_path / "checkpoints")
-    assert files.read(path)["global_step"] == 6  # the step that ran was finished
-
-
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
     ranks, outputs = two_ranks([sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"])
     assert [rank.returncode for rank in ranks] == [143, 143], outputs
@@ -41,13 +29,18 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
     assert len(checkpoint["rng"]) == 2
 
 
-def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
+def program(folder, action):
+    """The command of a run that calls a function of this module in step 5."""
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
         "from tests.callbacks import test_graceful_stop as t\n"
-        f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.hang_twice)])"
+        f"t.run({str(folder)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.{action})])"
     )
-    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return [sys.executable, "-c", code]
+
+
+def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
+    done = forkserver.run(program(tmp_path, "hang_twice"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 143, done.stderr
     assert "the step goes on" not in done.stdout
     assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
@@ -65,12 +58,7 @@ def hang_twice():
 
 def test_a_second_signal_ends_a_process_whose_main_thread_runs_no_python(tmp_path):
     """As in the backward of a large model on a CPU; here for minutes."""
-    program = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
-        "from tests.callbacks import test_graceful_stop as t\n"
-        f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.multiply)])"
-    )
-    command = [sys.executable, "-c", program]
+    command = program(tmp_path, "multiply")
     with forkserver.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "multiplying\n"

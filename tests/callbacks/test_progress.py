@@ -12,13 +12,9 @@ from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, interval, validati
 from gpt2_fp8.compose import preflight
 
 METRICS = {
-    "train_loss": 3.45214,
-    "lr": 5.94e-4,
-    "tokens_per_second": 845_012.4,
-    "step_time": 0.0772,
-    "data_wait": 0.004,
+    "train_loss": 3.45214, "lr": 5.94e-4, "tokens_per_second": 845_012.4, "step_time": 0.0772, "data_wait": 0.004,
     "memory_gb": 18.62,
-}
+}  # fmt: skip
 
 
 def test_an_interval():

@@ -15,7 +15,7 @@ from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.runtime.moments import GapClock
-from gpt2_fp8.train import setup
+from gpt2_fp8.train.fit import Training
 from gpt2_fp8.train.module import GPT2Module
 from tests.runs import EMULATED_FP8, metrics, train
 
@@ -31,20 +31,20 @@ def late(monkeypatch):
 def rows_and_attempts(folder, monkeypatch, *words):
     """Train; return how many steps had been attempted when the row of a step was written."""
     attempts, asked = [], {}
-    made = Attempts.make
+    made, log = Attempts.make, Throughput._log
 
     def recorded(self, *arguments, **keys):
         attempts.append(arguments)
         return made(self, *arguments, **keys)
 
-    def of_driver(self, trainer):
+    def logged(self, trainer, *of):
         asked[trainer.global_step] = len(attempts)
-        return {"gpu_utilization": 0.5}
+        log(self, trainer, *of)
 
     monkeypatch.setattr(Attempts, "make", recorded)
-    monkeypatch.setattr(Throughput, "_of_driver", of_driver)
+    monkeypatch.setattr(Throughput, "_log", logged)
     train(folder, "trainer.log_every_n_steps=3", "callbacks.checkpoint_every_n_steps=0", *words)
-    assert metrics(folder)["gpu_utilization"] == dict.fromkeys(asked, 0.5)
+    assert list(metrics(folder)["train_loss"]) == list(asked)
     return asked
 
 
@@ -128,8 +128,8 @@ class Read(pl.Callback):
 @pytest.fixture
 def train_with(tmp_path, monkeypatch):
     def run(callback, *words):
-        chosen = setup._chosen
-        monkeypatch.setattr(setup, "_chosen", lambda *of: [*chosen(*of), callback])
+        chosen = Training._chosen
+        monkeypatch.setattr(Training, "_chosen", lambda *of: [*chosen(*of), callback])
         train(tmp_path, *words)
         return callback
 

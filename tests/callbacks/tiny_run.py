@@ -38,14 +38,9 @@ def two_ranks(command):
     """Run `command` as two ranks, as torchrun would; returns their processes, ended, and [stdout, stderr] of each."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [
-        forkserver.Popen(
-            command,
-            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        forkserver.Popen(command, env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}, **pipes)
         for rank in ("0", "1")
     ]
     try:
@@ -87,9 +82,6 @@ class Tiny(LightningModule):
         self.losses: dict[int, float] = {}
         self.validated: list[int] = []
         self._rng = None
-
-    def finish_step(self):
-        """Nothing is left of a step."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -161,22 +153,12 @@ def run(
     step = read_manifest(path)["global_step"] if path else None
     with GracefulStop(tiers.save_now) as stop:
         trainer = Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy="ddp" if ranks > 1 else "auto",
-            max_steps=max_steps,
-            max_epochs=-1,
-            val_check_interval=val,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            plugins=[FolderCheckpointIO()],
-            callbacks=[tiers, stop, *callbacks],
-            logger=build_files(LoggerConfig(tensorboard=True, csv=True), folder, step),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
+            accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", max_steps=max_steps,
+            max_epochs=-1, val_check_interval=val, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+            log_every_n_steps=1, plugins=[FolderCheckpointIO()], callbacks=[tiers, stop, *callbacks],
+            logger=build_files(LoggerConfig(tensorboard=True, csv=True), folder, step), enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=folder,
+        )  # fmt: skip
         trainer.fit(module, ckpt_path=path)
     return module, trainer, tiers
 

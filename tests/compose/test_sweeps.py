@@ -9,7 +9,7 @@ import yaml
 
 from gpt2_fp8.compose import plan, preflight, read
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train.tensorboard import is_known
+from gpt2_fp8.train.loggers import is_known
 from tests.runs import SMALL, command, forked
 from tests.test_readme import ROOT, RUN
 

@@ -44,7 +44,7 @@ def continued():
 
 def resolve(run):
     """What `ckpt_path=last` means in the run's folder, as a start finds it."""
-    return setup.find_checkpoint(continued(), run)
+    return setup.find_start(continued(), run)
 
 
 def truncated(path):

@@ -16,8 +16,8 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.train import loading
-from gpt2_fp8.train.loading import lock_run
+from gpt2_fp8.train import launch
+from gpt2_fp8.train.launch import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
 from tests.callbacks import tiny_run
@@ -219,13 +219,13 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
     _, _, tiers = tiny_run.run(tmp_path, val_losses={4: bad, 8: 2.0, 12: bad})
-    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
+    assert tiers.tracker.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
     assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
 
 
 # ---- 26: folders -----------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.loading import lock_run\n"
+HOLD = "import sys; from pathlib import Path; from gpt2_fp8.train.launch import lock_run\n"
 HOLD += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
@@ -244,9 +244,9 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     finally:
         first.kill()
         first.communicate()
-    assert (tmp_path / loading.LOCK).exists()  # it had no time to take its file away
+    assert (tmp_path / launch.LOCK).exists()  # it had no time to take its file away
     with lock_run(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / loading.LOCK).read_text()
+        assert f"process {os.getpid()} " in (tmp_path / launch.LOCK).read_text()
 
 
 # ---- 28: leaving while something is being written --------------------------------------------------------------------
@@ -257,7 +257,7 @@ import os, sys, threading, torch
 from pathlib import Path
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.train.loading import lock_run
+from gpt2_fp8.train.launch import lock_run
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 folder, how = Path(sys.argv[1]), sys.argv[2]

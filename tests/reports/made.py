@@ -4,7 +4,7 @@ import csv
 import json
 from pathlib import Path
 
-from gpt2_fp8.train.run_end import Checkpoints, Precision, Summary
+from gpt2_fp8.train.run_end import Summary
 
 TOKENS = 100  # a step
 
@@ -43,8 +43,8 @@ def run(folder, logged, config=None, *, ran=None, reason=None, **summary):
     folder, config = Path(folder), config or settings()
     asked = config["precision"]["name"]
     found = Summary(
-        precision=Precision(asked=asked, ran=ran or asked, reason=reason), recipe=None, config=config,
-        checkpoint=Checkpoints(last="checkpoints/x"), device="NVIDIA H200", kernels={"layers": "fused"},
+        precision={"asked": asked, "ran": ran or asked, "reason": reason}, config=config,
+        checkpoint={"last": "checkpoints/x"}, device="NVIDIA H200", kernels={"layers": "fused"},
         steps=max((row["step"] for row in logged), default=0),
     )  # fmt: skip
     found.finish()

@@ -17,8 +17,8 @@ from gpt2_fp8 import evaluate
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
-from gpt2_fp8.train import evaluation as ranking
 from gpt2_fp8.train import trained
+from gpt2_fp8.train.evaluation import encode_pair, log_likelihoods, rank
 from gpt2_fp8.train.module import GPT2Module
 from tests.data.tokenizers_made import write_ranks
 from tests.runs import checkpoint, summary, train
@@ -142,8 +142,8 @@ def test_endings_are_ranked_by_their_probabilities(run: Path, capsys: Any) -> No
         normed = [value / len(ending) for value, ending in zip(sums, endings, strict=True)]
         for name, values in (("acc", sums), ("acc_norm", normed)):
             right[name] += values.index(max(values)) == int(str(item["label"]))
-        encoded = [ranking.encode_pair(load_tokenizer("bytes"), str(item["ctx"]), ending) for ending in endings]
-        assert ranking.log_likelihoods(module, encoded, 2) == pytest.approx(sums, rel=1e-5)
+        encoded = [encode_pair(load_tokenizer("bytes"), str(item["ctx"]), ending) for ending in endings]
+        assert log_likelihoods(module, encoded, 2) == pytest.approx(sums, rel=1e-5)
     assert {name: found[name] for name in right} == {name: count / 3 for name, count in right.items()}
     assert found["items"] == 3
     assert found["acc_stderr"] == pytest.approx(math.sqrt(found["acc"] * (1 - found["acc"]) / 2))
@@ -161,18 +161,18 @@ def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
         return torch.nn.functional.one_hot(ids.long(), 257) * 10.0
 
     items = [Item("ab" * 40, ("aaa", "b"), 0)] * 3
-    found = ranking.rank(logits_of, load_tokenizer("bytes"), items, 16, rows=4)
+    found = rank(logits_of, load_tokenizer("bytes"), items, 16, rows=4)
     assert sizes == [(4, 16), (2, 16), (2, 16), (2, 16)]
     assert found["acc_norm"] == 1.0
 
 
 def test_pairs_are_encoded_as_lm_eval_does() -> None:
     """Blanks at the end of a beginning are the ending's; the two are encoded together."""
-    encoded = ranking.encode_pair(load_tokenizer("bytes"), "ab  ", "c")
+    encoded = encode_pair(load_tokenizer("bytes"), "ab  ", "c")
     assert encoded == ([*b"ab   c"], 4)
-    assert ranking.encode_pair(load_tokenizer("bytes"), "", "c") == ([256, *b" c"], 2)
+    assert encode_pair(load_tokenizer("bytes"), "", "c") == ([256, *b" c"], 2)
     merged = load_file(str(write_ranks(Path("tokenizer.model"))))  # it has " the"
-    assert ranking.encode_pair(merged, "x", "the") == (merged.encode_ordinary("x the"), 1)
+    assert encode_pair(merged, "x", "the") == (merged.encode_ordinary("x the"), 1)
 
 
 def test_hellaswags_own_lines_are_prepared_as_lm_eval_does() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import evaluate
-from gpt2_fp8.train.validation import logits
+from gpt2_fp8.train.module import logits
 from tests.runs import (
     EMULATED_FP8,
     IDS_OF_BYTES,

@@ -58,17 +58,12 @@ class Shipped(Hub):
     """The repositories that conf/ names, at the revisions that it names: the files of its patterns, a few each."""
 
     def __init__(self):
-        self.revisions = {settings(choice)["repo"]: settings(choice)["revision"] for choice in FROM_THE_HUB}
-        whole = settings("data=fineweb") | {
-            "train_files": settings("experiment=fineweb_edu_full_fp8")["data.train_files"]
-        }
-        super().__init__(
-            {
-                settings(choice)["repo"]: dict(_files(settings(choice)))
-                | (dict(_files(whole)) if choice == "data=fineweb" else {})
-                for choice in FROM_THE_HUB
-            }
-        )
+        found = {choice: settings(choice) for choice in FROM_THE_HUB}
+        self.revisions = {data["repo"]: data["revision"] for data in found.values()}
+        repos = {data["repo"]: dict(_files(data)) for data in found.values()}
+        fineweb, whole = found["data=fineweb"], settings("experiment=fineweb_edu_full_fp8")
+        repos[fineweb["repo"]] |= dict(_files(fineweb | {"train_files": whole["data.train_files"]}))
+        super().__init__(repos)
 
     def commit(self, repo):
         revision = self.revisions[repo]

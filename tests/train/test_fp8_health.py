@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8.engine import training_step
+from gpt2_fp8.engine.fp8_health import FP8Health
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, recorded, train, train_until
 
 pytestmark = pytest.mark.whole
@@ -96,3 +97,21 @@ def test_looking_changes_nothing_and_an_error_in_it_does_not_end_a_run(
     assert on == off
     assert_same_checkpoint(checkpoint(tmp_path / "on", 12), checkpoint(folder, 12))
     assert len([message for message in caplog.messages if "AssertionError: of a library" in message]) == bool(broken)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_between_intervals_nothing_is_read_and_only_a_sampled_pass_waits(tmp_path, monkeypatch, late):
+    """`late`: as on a GPU, where what a step leaves is read while the next one is computed."""
+    monkeypatch.setattr(training_step, "COMPUTES_MEANWHILE", ["cpu"] if late else [])
+    sent_before, own = [], FP8Health.read
+
+    def read(self, sent=None):
+        sent_before.append(sent is not None)
+        return own(self, sent)
+
+    monkeypatch.setattr(FP8Health, "read", read)
+    words = ["trainer.log_every_n_steps=2", "callbacks.fp8_health_every_n_steps=6", "trainer.max_steps=11"]
+    train(tmp_path, *FP8, *words, "precision.bf16_last_steps=1", "trainer.val_check_interval=11")
+    assert list(metrics(tmp_path)["fp8/scale_weight"]) == [1, 2, 4, 6, 8, 10]
+    assert steps(tmp_path) == [1, 6, 10]
+    assert sent_before == [False, late, late, False, late, False]

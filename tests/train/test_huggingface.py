@@ -199,7 +199,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
             huggingface.read_weights(tmp_path, model, IDS)
         assert named in str(caught.value)
     save_file({"transformer.wte.weight": torch.zeros(IDS, 32, dtype=torch.int32)}, first)
-    with pytest.raises(CheckpointError, match="I32"):
+    with pytest.raises(CheckpointError, match="int32"):
         huggingface.read_weights(tmp_path, model, IDS)
 
 

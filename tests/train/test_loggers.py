@@ -14,8 +14,7 @@ from tensorboard.plugins.hparams import metadata
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
-from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files
-from gpt2_fp8.train.tensorboard import code_block, is_known
+from gpt2_fp8.train.loggers import FP8_COLUMNS, FP8File, MetricsFile, build_files, code_block, is_known
 
 HEALTHS = [
     Health(FP8Tensor("blocks.0.qkv", "input", torch.float8_e4m3fn), 4.5, 99.5, 1e-9, 0.0, 2e-05, 3, -0.5),

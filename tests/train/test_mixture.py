@@ -13,13 +13,9 @@ from gpt2_fp8.train.trained import from_checkpoint
 from tests.data.corpora import write_jsonl
 from tests.data.token_files_made import llm_c, nano, some_ids
 from tests.runs import SMALL, checkpoint, metrics, read, summary, train
+from tests.train.test_resume import MIXTURE
 
-CHOICES = ["data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.ids=token_files",
-           "data.weights={code: 0.75, ids: 0.25}"]  # fmt: skip
-KEYS = ["data.sources.ids.tokenizer=bytes", "data.sources.ids.train_files=[train.bin]",
-        "data.sources.ids.val_files=[val.bin]", "data.sources.ids.num_workers=0",
-        "data.sources.ids.val_sequences=4", "data.sources.code.val_sequences=8"]  # fmt: skip
-MIXED = [*(word for word in SMALL if not word.startswith("data.")), *CHOICES, *KEYS]
+MIXED = [*(word for word in SMALL if not word.startswith("data.")), *MIXTURE]
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,11 @@
 """Whole runs of a model with every option: precisions, compilation, two ranks, checkpoints, and text."""
 
-import pytest
 import torch
 
 from gpt2_fp8 import generate
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.train.module import GPT2Module
-from tests.runs import SMALL, checkpoint, summary, train, train_until
+from tests.runs import SMALL, checkpoint, summary, train
 from tests.train.test_resume import QWEN
 
 BASE = [*SMALL, *QWEN]
@@ -21,15 +19,6 @@ def test_text_compiles_and_the_checkpoint_computes_alone(tmp_path):
     assert module.model.head.weight is not module.model.tokens.weight
     assert torch.isfinite(module.model(torch.zeros(1, 32, dtype=torch.long))).all()
     assert summary(tmp_path / "run")["status"] == "completed"
-
-
-def test_a_run_is_continued_with_its_own_options_alone(tmp_path):
-    train_until(4, tmp_path / "run", base=BASE)
-    with pytest.raises(CheckpointError) as told:
-        train(tmp_path / "run", "ckpt_path=last", "model.rope_base=10000", "model.norm_epsilon=1e-5", base=BASE)
-    causes = [problem.cause for problem in told.value.problems]
-    keys = "model.norm_epsilon", "model.rope_base"
-    assert [key in cause for key, cause in zip(keys, causes, strict=True)] == [True, True]
 
 
 def test_a_checkpoint_that_names_no_precision_has_what_it_ran_in(tmp_path):

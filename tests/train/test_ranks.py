@@ -1,6 +1,5 @@
 """Several processes on a CPU, by every launcher: they compute what one does, and end together whatever happens."""
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -127,7 +126,8 @@ def test_two_processes_compute_in_fp8_what_one_does(tmp_path):
 
 
 DROPPED = """
-import hashlib
+import hashlib, os
+from pathlib import Path
 import torch
 
 dropout = torch.nn.Dropout.forward
@@ -136,7 +136,7 @@ def noted(self, x):
     if not self.training:
         return dropout(self, x)
     kept = dropout(self, torch.ones_like(x)).detach()
-    with Path(f"dropped-{torch.distributed.get_rank()}").open("a") as file:
+    with Path(f"dropped-{os.environ.get('RANK', 0)}").open("a") as file:
         file.write(hashlib.sha256(kept.numpy().tobytes()).hexdigest() + "\\n")
     return x * kept
 
@@ -152,19 +152,13 @@ def dropped(cwd, rank):
 def test_each_rank_has_dropout_masks_of_its_own(tmp_path, monkeypatch):
     """Those of the first are one process's. A rank that is new in a run that goes on begins with its own."""
     words = ["model.dropout=0.2", "trainer.max_steps=4", "trainer.val_check_interval=4"]
-    alone, dropout = [], torch.nn.Dropout.forward
-
-    def noted(self, x):
-        if not self.training:
-            return dropout(self, x)
-        kept = dropout(self, torch.ones_like(x)).detach()
-        alone.append(hashlib.sha256(kept.numpy().tobytes()).hexdigest())
-        return x * kept
-
     for name in ("two", "more"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(torch.nn.Dropout, "forward", noted)
+    monkeypatch.chdir(tmp_path / "more")
+    monkeypatch.setattr(torch.nn.Dropout, "forward", torch.nn.Dropout.forward)  # to be put back
+    exec(DROPPED, {})
     train(tmp_path / "more/outputs/run", *BATCH, *words)
+    alone = dropped(tmp_path / "more", 0)
     code, output = run(tmp_path / "two", *TWO, *words, "run_name=run", patch=DROPPED)
     assert code == 0, output
     first, second = (dropped(tmp_path / "two", rank) for rank in (0, 1))
@@ -307,10 +301,10 @@ def refused(ends, cause):
 
 
 OTHER = """
-from gpt2_fp8.train import setup
+from gpt2_fp8.train import fit
 if os.environ["RANK"] == "1":
-    versions = setup._versions
-    setup._versions = lambda plan: versions(plan) | {"attention": "other"}
+    versions = fit._versions
+    fit._versions = lambda plan: versions(plan) | {"attention": "other"}
     sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
 """
 

@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.pointers import folder_name
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.train.fit import checkpoint_before
+from gpt2_fp8.train.setup import choose_rollback
 
 
 def write(folder, step, weight=1.0, moment=1.0):
@@ -36,7 +36,7 @@ CASES = [  # before which step; whether no update was made since; at which step;
 def test_the_newest_of_its_own_before_the_trouble_or_one_without_it(tmp_path, before, intact, step, saved, expected):
     for written in ALL:
         write(tmp_path, written)
-    found = checkpoint_before(RollBack(step, before, "", intact), tmp_path, saved, None)
+    found = choose_rollback(RollBack(step, before, "", intact), tmp_path, saved, None)
     assert found == (expected and tmp_path / folder_name(expected))
 
 
@@ -44,7 +44,7 @@ def test_a_resumed_run_owns_what_it_continued_and_what_was_before_it(tmp_path):
     for written in ALL:
         write(tmp_path, written)
     origin, back = tmp_path / "step-00000020", RollBack(50, 35, "", False)
-    assert checkpoint_before(back, tmp_path, {40}, origin) == origin
+    assert choose_rollback(back, tmp_path, {40}, origin) == origin
     shutil.rmtree(origin)
     write(tmp_path, 20, weight=float("nan"))
-    assert checkpoint_before(back, tmp_path, {40}, origin) == tmp_path / "step-00000010"
+    assert choose_rollback(back, tmp_path, {40}, origin) == tmp_path / "step-00000010"

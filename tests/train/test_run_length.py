@@ -7,7 +7,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train import setup as run_length
+from gpt2_fp8.train import setup
 from gpt2_fp8.train.trained import from_checkpoint, to_plain
 from tests.runs import SMALL, metrics, summary, train
 
@@ -48,7 +48,7 @@ def test_a_run_of_two_epochs_keeps_their_ends_and_its_rates_end_with_it(tmp_path
 
 def length(*words, typed=("optim.warmup_steps",)):
     (config,) = preflight([*SMALL, "run_name=length", *words])
-    return run_length.resolve_length(config, typed)
+    return setup.resolve_length(config, typed)
 
 
 def test_a_run_that_ends_within_its_first_epoch_keeps_none(text):
@@ -96,6 +96,6 @@ def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precis
 )
 def test_a_micro_batch_on_a_cpu_takes_seconds_unless_it_was_typed(words, size):
     (config,) = preflight(["trainer=cpu", *words])
-    assert run_length.resolve_micro_batch(config, 1, "cpu", own_words.keys(words)).micro_batch == size
+    assert setup.resolve_micro_batch(config, 1, "cpu", own_words.keys(words)).micro_batch == size
     (gpu,) = preflight(words)
-    assert run_length.resolve_micro_batch(gpu, 1, "cuda", own_words.keys(words)).micro_batch >= size
+    assert setup.resolve_micro_batch(gpu, 1, "cuda", own_words.keys(words)).micro_batch >= size

@@ -1,4 +1,4 @@
-"""A run from the import of torch to its end: nothing that ends it leaves it without a summary."""
+"""A run's process: its folder's lock, the import of torch, the training, or the start of one process for each rank."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ import logging
 import os
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import disk
-from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import programs, ranks, registry, signals, slurm
+from gpt2_fp8.runtime import ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
-
-if TYPE_CHECKING:
-    from gpt2_fp8.runtime.rendezvous import Meeting
 
 log = logging.getLogger(__name__)
 
-AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 LOCK = ".lock"  # in the run's folder
 _RETRY_SECONDS = 0.2  # the last holder may delete the file after another process opened it, before it locked it
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -89,8 +82,10 @@ def lock_run(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        cause = f"another run is at work in {folder}: {_read_holder(path)}"
-        raise UserError.of(cause, "give this one another run_name") from None
+        holder = f"{path} does not say which"
+        with suppress(OSError):
+            holder = harmless(path.read_text(encoding="utf-8", errors="replace").strip())
+        raise UserError.of(f"another run is at work in {folder}: {holder}", "give this one another run_name") from None
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise UserError.of(f"{path}: {error.strerror}", "hydra.run.dir=FOLDER puts a run elsewhere") from None
@@ -104,14 +99,6 @@ def lock_run(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a file that stays locks nothing
             path.unlink(missing_ok=True)
         lock.release(force=True)
-
-
-def _read_holder(path: Path) -> str:
-    """Return who holds the lock according to the file."""
-    try:
-        return harmless(path.read_text(encoding="utf-8", errors="replace").strip())
-    except OSError:
-        return f"{path} does not say which"
 
 
 def import_training() -> Callable[[RunConfig, RunEnd], float | None]:
@@ -139,53 +126,19 @@ def import_rendezvous() -> ModuleType:
         return rendezvous
 
 
-def processes_to_start(config: RunConfig) -> int:
-    """Return how many processes a job takes that no launcher has started; 1: this one runs it."""
+def launch_ranks(config: RunConfig, words: Callable[[], Sequence[str]]) -> int | None:
+    """Run a job as one process for each rank; returns the exit code, None if this process runs it.
+
+    That is where a launcher has started it, or where one process is enough. `words` returns the command line.
+    """
     options = config.trainer
     if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
-        return 1
+        return None
     from gpt2_fp8.runtime import devices  # imports torch
 
-    return devices.devices(config, devices.device(config))
-
-
-def launch(count: int, words: Sequence[str]) -> int:
-    """Run a command line as `count` processes; returns the exit code."""
+    if (count := devices.devices(config, devices.device(config))) == 1:
+        return None
     with signals.handle_signals():
         from gpt2_fp8.runtime.rendezvous import launch
 
-    return launch(count, words)
-
-
-def joined_ranks() -> Meeting | None:
-    """Return where the ranks have met; None: there is one process, or they have not."""
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
-        return None
-    from gpt2_fp8.runtime import rendezvous
-
-    return rendezvous.joined()
-
-
-def say_end(error: RunError | None) -> int:
-    """Print how the run has ended: `error`, or None for what nobody expected and is being handled; the exit code.
-
-    Of several ranks rank 0 prints it, and a rank that failed for itself. The others wait until rank 0 has come to its
-    end: an agent ends all when the first of them is gone.
-    """
-    met = joined_ranks()
-    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
-    if met is not None:
-        met.tell(error or RunError(text.splitlines()[-1]))
-    if ranks.is_first_rank():
-        programs.say(text)
-        if met is not None:
-            met.say(text)
-    elif met is not None:
-        met.end_after_rank_zero(error, text)
-    elif os.environ.get("TORCHELASTIC_RUN_ID"):
-        until = time.monotonic() + AGENT_SECONDS
-        while signals.get_received() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        if signals.get_received() is None:  # rank 0 was not refused
-            programs.say(f"rank {os.environ.get('RANK')}: {text}")
-    return 1 if error is None else error.exit_code
+    return launch(count, words())
