@@ -40,9 +40,9 @@ def test_no_step_waits_for_the_gpu_not_even_one_with_a_row_of_the_log(tmp_path, 
 
     log, ahead = Throughput._log, {}
 
-    def logged(self, trainer, metrics):
+    def logged(self, trainer, *metrics):
         ahead[trainer.global_step] = trainer.lightning_module.step._ahead is not None
-        log(self, trainer, metrics)
+        log(self, trainer, *metrics)
 
     monkeypatch.setattr(Throughput, "_log", logged)
     monkeypatch.setattr(checkpointing.Checkpointing, "on_train_batch_start", start)

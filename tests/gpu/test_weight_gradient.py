@@ -85,7 +85,7 @@ def test_whole_numbers_are_exact(shape, pair, transposed):
     given = whole(shape, pair)
     expected = exact(*given, transposed).float()
     assert torch.equal(computed(given, transposed), expected)
-    add, out, (a, bt, *scales) = counting(expected.shape), torch.empty_like(expected), given
+    add, out, (a, bt, *scales) = counting(expected.shape), torch.empty(expected.shape, device=DEVICE), given
     weight_gradient(a, bt, out, *scales, transposed=transposed, add=add)
     assert torch.equal(out, expected + add)
     assert torch.equal(add, counting(expected.shape))

@@ -72,9 +72,11 @@ def texts() -> DataLoader:
 
 
 def trainer(folder: Path, plugin: Any, epochs: int, **options: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "limit_val_batches": 0}
+    defaults: dict[str, Any] = {
+        "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "limit_val_batches": 0, "accelerator": "cpu",
+    }  # fmt: skip
     return pl.Trainer(
-        default_root_dir=folder, plugins=plugin, accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
+        default_root_dir=folder, plugins=plugin, devices=1, max_epochs=epochs, logger=False,
         enable_progress_bar=False, enable_model_summary=False, **defaults | options,
     )  # fmt: skip
 
