@@ -25,6 +25,7 @@ gpt2-fp8 NAME --help shows what a program takes; python -m gpt2_fp8.NAME is the 
 run's: gpt2-fp8 model=gpt2 data=fineweb."""
 
 
+@programs.exit_code
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the command's name); returns the exit code."""
     names = programs.names()

@@ -3,8 +3,8 @@
     python -m gpt2_fp8.run model=gpt2 precision=fp8_hybrid data=fineweb
     python -m gpt2_fp8.run -m precision=bf16,fp8_hybrid seed=1,2
 
-Bad input is refused before torch is imported. Exit codes: 0 done, 1 any fault, 2 the input, 3 diverged, 4 data source
-lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
+Bad input is refused before torch is imported. Exit codes: 0 done, or requeued by SLURM; 1 any fault, 2 the input, 3
+diverged, 4 data source lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT, 138 by SIGUSR1, 141 no reader.
 """
 
 from __future__ import annotations

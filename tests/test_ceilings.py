@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # lines, modules
-    "gpt2_fp8/*.py": (1670, 13),
-    "gpt2_fp8/fp8/**/*.py": (1894, 11),
+    "gpt2_fp8/*.py": (1671, 13),
+    "gpt2_fp8/fp8/**/*.py": (1898, 11),
     "gpt2_fp8/callbacks/**/*.py": (1211, 7),
     "gpt2_fp8/checkpoint/**/*.py": (1291, 9),
     "gpt2_fp8/compat/**/*.py": (534, 7),
@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1536, 12),
     "gpt2_fp8/train/**/*.py": (3417, 18),
 }
-OTHERS = {"tests/**/*.py": 29258, "docs/*.md": 2218, "README.md": 149, "ARCHITECTURE.md": 211, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 29260, "docs/*.md": 2218, "README.md": 149, "ARCHITECTURE.md": 219, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

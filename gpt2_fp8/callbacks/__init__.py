@@ -1,1 +1,1 @@
-"""Lightning callbacks, one concern a file; none uses another."""
+"""Lightning callbacks; none uses another."""

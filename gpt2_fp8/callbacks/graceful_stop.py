@@ -1,8 +1,8 @@
 """Ends training between two steps: at a signal (`runtime/signals.py`), without data, after a time, if it diverges.
 
-The last finished step is saved, on every rank, and the run ends. A single process does not finish the
-step in which the signal comes, since that may take minutes on a CPU. `signals.look` gives it up between two of its
-passes, and `TrainingStep` undoes its changes. Several ranks finish the step, and agree.
+The last finished step is saved, on every rank, and the run ends. A single process does not finish the step in which
+the signal comes, since that may take minutes on a CPU: `signals.look` gives it up between two of its passes, and
+`Attempts` undoes its changes. Several ranks, or a step of CUDA graphs, finish it; ranks agree.
 """
 
 from __future__ import annotations

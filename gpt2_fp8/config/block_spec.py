@@ -1,8 +1,8 @@
 """The description of a decoder's block, from which layers are built.
 
 `block_spec` derives it from a configuration. Parameter names, their initial values, parameter counts and FLOPs follow
-from it too (`model.parameters`). `config.backend_support` says which layers have
-which options. Like all of this package, it needs no torch: the benchmark counts parameters before torch is imported.
+from it too (`model.parameters`). `config.backend_support` says which layers have which options. Like all of this
+package it needs no torch: a shape is refused before torch is imported.
 """
 
 from __future__ import annotations

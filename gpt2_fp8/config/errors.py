@@ -83,7 +83,7 @@ class DataSourceLost(RunError):
 
 
 class Stopped(RunError):
-    """A signal asked the run to stop, and it has saved what there was. `exit_code` is 128 + the signal's number."""
+    """A signal asked the run to stop, and what there was to save is saved. `exit_code`: 128 + the signal's number."""
 
     status = "stopped"
     told = True

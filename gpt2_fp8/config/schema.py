@@ -2,7 +2,7 @@
 
 `conf/` holds the values. `parsing.py` builds these classes from a composed dictionary. `checks.py` compares keys with
 each other. If a group's choice decides which keys exist (precision, recipe, data, optimizer), each choice has a class,
-distinguished by `name` or `kind`. So no key is accepted that would do nothing. Those of `data` are in `data_schema.py`.
+distinguished by `name` or `kind`, and refuses the keys of the others. Those of `data` are in `data_schema.py`.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class TokenDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Any]] | list[Any]:
         """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
 
-        Those of a mixture have a "source" too, its place in `val_sources`. None if data.val_sequences is 0.
+        Those of a mixture have a "source" too, its place in `val_sources`. [] if data.val_sequences is 0.
         """
         if not self._found.val:
             return []

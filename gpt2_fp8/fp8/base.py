@@ -46,7 +46,7 @@ class Backend(ABC):
         attention_shape: the heads, the tokens and the dropout of attention.
         graphs: whether this run's micro-batches are recorded and replayed.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
-        keeps_weights: whether weights in FP8 are kept from one micro-batch of a step to the next.
+        keeps_weights: whether layers may keep FP8 weights from one micro-batch of a step to the next.
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
             None if nothing is scaled.
     """

@@ -35,12 +35,13 @@ class Plan:
     @property
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
-        return self.backend.fp8
+        return self.ran.startswith("fp8")
 
     @property
     def evaluates_in_bf16(self) -> bool:
         """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
-        return self.fp8 and self.backend.precision.evaluation == "bf16"
+        precision = self.backend.config.precision
+        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
 
     @property
     def recorded(self) -> bool:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_fp8.config.kept_layers import PARTS
+from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.fp8.base import Backend, twin_of
 from gpt2_fp8.fp8.fp8_tensors import HEAD, FP8Tensor, fp8_tensors
 from gpt2_fp8.layers.block import put_product
@@ -43,11 +44,13 @@ class SampledPass:
     """Observes the FP8 tensors of `model`, which `backend` computes. Its twin is built at the first call."""
 
     def __init__(self, backend: Backend, model: GPT2):
+        precision = backend.config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
         assert backend.recipe is not None
         assert backend.recipe.name != "registered", "whose casts are not known"
         self.backend, self.model = backend, model
         self.recipe: Recipe = backend.recipe.name
-        self.tensors = fp8_tensors(backend.precision, backend.config.model.n_layer)
+        self.tensors = fp8_tensors(precision, backend.config.model.n_layer)
         self._by_name: dict[tuple[str, str], FP8Tensor] = {(found.layer, found.kind): found for found in self.tensors}
         self._twin: GPT2 | None = None
         self._observe: Observe  # of the pass under way

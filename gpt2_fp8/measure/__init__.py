@@ -1,1 +1,1 @@
-"""Measurements of training, which the benchmark prints."""
+"""Measurements of training, for the benchmark, and the facts of a machine, for `doctor`."""
