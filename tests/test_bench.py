@@ -74,6 +74,19 @@ def test_what_was_measured_before_a_stop_is_written(signum, code, results, monke
     assert "Training steps" in capsys.readouterr().out
 
 
+def test_output_that_nobody_reads_ends_it_quietly():
+    """As under `| head -1`; the pipe has no reader from the start, so that it does not depend on who is faster."""
+    there, here = os.pipe()
+    os.close(there)
+    code = (
+        "import signal, sys\nfrom gpt2_fp8 import bench\nfrom gpt2_fp8.measure.case import Result\n"
+        f"bench.measure = lambda *_: Result(**{GOOD})\nsys.exit(bench.main({TWO}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=here, stderr=subprocess.PIPE, text=True)
+    os.close(here)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_bad_input_leaves_nothing_behind(capsys):
     assert bench.main(["bench.steps=0", "bench.modl=x"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2

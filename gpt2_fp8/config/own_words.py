@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -84,6 +85,8 @@ def _placed(folder: Path, here: Path) -> list[str]:
 
 
 def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:
-    """Write the plan into `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
+    """Replace the plan in `folder`, which may not exist yet. `jobs`: None if nobody knows them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLAN).write_text(json.dumps({"jobs": jobs}, indent=1))
+    temporary = folder / f".{PLAN}.tmp"
+    temporary.write_text(json.dumps({"jobs": jobs}, indent=1))
+    os.replace(temporary, folder / PLAN)

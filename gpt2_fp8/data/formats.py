@@ -50,12 +50,17 @@ class TextFile:
         return UserError.of(f"{printable(self.name)} has no text column {column!r}", fix)
 
 
+def ending(path: str | Path) -> str | None:
+    """Return which of `ENDINGS` the name has; None for another one."""
+    return next((each for each in ENDINGS if str(path).lower().endswith(each)), None)
+
+
 def cut_units(path: Path) -> list[Unit]:
     """Cut the whole file into units."""
-    kind, size = path.suffix.lower(), path.stat().st_size
+    kind, size = ending(path), path.stat().st_size
     if kind == ".parquet":
         cuts = list(range(read_footer(TextFile.local(path)).num_row_groups + 1))
-    elif kind == ".zst":
+    elif kind == ".jsonl.zst":
         cuts = [0, size]
     else:
         with path.open("rb") as file:
@@ -65,14 +70,14 @@ def cut_units(path: Path) -> list[Unit]:
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
     # " marks": once, byte order marks were part of such text, and caches have it
-    about = TextFile.local(path).version + (" marks" if kind == ".zst" else "")
+    about = TextFile.local(path).version + (" marks" if kind == ".jsonl.zst" else "")
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
 
 def cut_held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
     """Return the units to train on and those to validate with, which have `fraction` of the file."""
     whole = cut_units(path)
-    if path.suffix.lower() != ".txt":
+    if ending(path) != ".txt":
         train, val = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
         return train, val
     size = path.stat().st_size
@@ -109,7 +114,7 @@ def read_unit(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[objec
     Raises UserError if the file is damaged or has no text under `column`; OSError, which may pass, if it is not read.
     """
     with content_errors(unit.path):
-        file, kind = TextFile.local(unit.path), Path(unit.path).suffix.lower()
+        file, kind = TextFile.local(unit.path), ending(unit.path)
         if kind not in (".txt", ".jsonl"):
             yield from read_file(file, range(unit.start, unit.stop), column, counts)
             return

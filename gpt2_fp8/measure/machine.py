@@ -126,7 +126,7 @@ def measure_steps(say: Callable[[str], None]) -> dict[str, Step]:
         (config,) = compose.preflight([*MEASURED, "trainer=gpu", f"precision={precision}", *words])
         result = measure(Case(config=config, steps=STEPS, warmup=WARMUP), STEP_SECONDS)
         if (rate := result.tokens_per_second) is None:
-            found[precision] = Step(problem=f"{result.status}: {result.message}")
+            found[precision] = Step(result.backend, problem=f"{result.status}: {result.message}")
         else:
             found[precision] = Step(result.backend, rate, 1e3 * tokens_a_step(config) / rate)
     return found

@@ -42,12 +42,15 @@ def table() -> dict[str, str]:
 
 @cache
 def source_digest(folder: Path = _FOLDER) -> str | None:
-    """Return the first 12 hexadecimal digits of a SHA-256 of the package's code; None if there is none."""
+    """Return the first 12 hexadecimal digits of a SHA-256 of the package's code; None if it cannot be read."""
     found = hashlib.sha256()
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
-    for path in paths:
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    try:
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+        for path in paths:
+            content = path.read_bytes()
+            found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    except OSError:  # an editor's lock file is a link to nothing
+        return None
     return found.hexdigest()[:12] if paths else None
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -56,7 +55,7 @@ class GPT2Module(pl.LightningModule):
         config: RunConfig,
         vocab_size: int | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        step_state: Mapping[str, Any] = MappingProxyType({}),
+        step_state: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -65,7 +64,7 @@ class GPT2Module(pl.LightningModule):
         if weights is None and config.init_from:
             weights = huggingface.read_weights(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
-        self._step_state = step_state  # if there is no step yet
+        self._step_state = step_state or {}  # if there is no step yet
         self._random_states: list[Any] = []  # of every rank of a checkpoint, until training begins
         self.save_hyperparameters(trained.to_plain(config, self.vocab_size))
 

@@ -145,30 +145,32 @@ class Wandb(Remote):
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
+        import wandb
+
         options = self.config.logger.wandb
         assert options is not None
-        open_run = partial(
-            WandbLogger, self.run_name, self.folder,
-            self.run_id,  # None: that of its sweep's agent, or a new one
+        open_run = partial(  # by ourselves: Lightning's logger would take over a run that the process has begun
+            wandb.init, name=self.run_name, dir=self.folder,
+            id=self.run_id, resume="allow",  # None: that of its sweep's agent, or a new one
             project=options.project, entity=options.entity, group=options.group or self.group,
             notes=self.config.notes, tags=[f"{key}={value}"[:64] for key, value in self.config.tags.items()],
             config=asdict(self.config), allow_val_change=True,
             reinit="create_new",  # each job of a sweep is a run of its own, also if one before did not end
-            settings={"console": "off", "silent": True},  # the log and the bar are ours
+            settings=wandb.Settings(console="off", silent=True),  # the log and the bar are ours
         )  # fmt: skip
-        logger = open_run(mode=options.mode)
         try:
-            run: Any = logger.experiment
+            run: Any = open_run(mode=options.mode)
         except Exception as error:
             if options.mode == "offline":
                 raise
             log.warning("W&B cannot be reached, so the run is kept for `wandb sync` (%.200s); `wandb login`, or "
                         "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
-            logger = open_run(mode="offline")
-            run = logger.experiment
+            run = open_run(mode="offline")
+        run.define_metric("trainer/global_step")  # the step's name in Lightning's rows
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         self.note_run_id(run.id)
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
-        return logger
+        return WandbLogger(experiment=run)
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:
         """Send a text, as a table of one row."""

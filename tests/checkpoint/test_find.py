@@ -50,6 +50,12 @@ def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path):
     assert resolve("last", tmp_path).name == "step-00000008"
 
 
+def test_what_a_killed_writer_moved_aside_counts(tmp_path):
+    save(tmp_path, 2, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.old")
+    assert resolve("last", tmp_path).name == ".step-00000004.old"
+
+
 def test_each_file_is_hashed_once(tmp_path, monkeypatch):
     hashed = []
 
@@ -72,6 +78,23 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
         os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointError, match="changed after it was written"):
         files.read(path)
+
+
+def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
+    save(tmp_path, 2, 4)
+    corrupt(tmp_path / "step-00000002")
+    corrupt(tmp_path / "step-00000004")
+    with pytest.raises(
+        CheckpointError, match=r"no whole checkpoint left: .*step-00000004 .*; .*step-00000002 "
+    ) as error:
+        resolve("last", tmp_path)
+    assert error.value.exit_code == 2
+
+
+def test_a_pointer_to_nothing_is_an_error_not_a_fresh_start(tmp_path):
+    pointers.write(tmp_path, "last", pointers.Pointer("step-00000002", 2, None))
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint left: .*step-00000002, which it names, is gone"):
+        resolve("last", tmp_path)
 
 
 def test_best(tmp_path):

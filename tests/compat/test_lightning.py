@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from gpt2_fp8.compat import lightning_private
@@ -70,6 +70,37 @@ def trainer(folder, callbacks=(), steps=2, **options):
 def fit(of, module, count=4, **options):
     loader, validation = (torch.utils.data.DataLoader(Batches(n), batch_size=None) for n in (count, 1))
     of.fit(module, loader, validation, **options)
+
+
+# ---- the order of hooks, which no file of `compat` has, and on which `train.module` and the callbacks rely -----------
+
+
+def test_the_hooks_of_a_step_come_in_this_order(tmp_path):
+    """A step's end is put off until the next batch is here; what saves and stops comes after everything else."""
+    module = Module()
+    hooks = ("on_train_batch_start", "on_train_batch_end", "on_validation_end")
+
+    def noting(kind, name):
+        noted = {hook: lambda *_, hook=hook: module.calls.append(f"{name}.{hook}") for hook in hooks}
+        return type(name, (kind,), noted)()
+
+    class Fetched(Batches):
+        def __iter__(self):
+            for i in range(self.count):
+                module.calls.append(f"fetch {i}")
+                yield torch.ones(1)
+
+    for hook in (*hooks[:2], "on_validation_model_eval"):
+        setattr(module, hook, lambda *_, hook=hook: module.calls.append(f"module.{hook}"))
+    of = trainer(tmp_path, [noting(Checkpoint, "last"), noting(Callback, "first")], enable_checkpointing=True)
+    of.fit(module, *(torch.utils.data.DataLoader(kind(n), batch_size=None) for kind, n in ((Fetched, 4), (Batches, 1))))
+    start, end = ([f"{name}.{hook}" for name in ("first", "last", "module")] for hook in hooks[:2])
+    assert module.calls == [
+        *("fetch 0", *start, "training_step 0", *end),
+        "fetch 1",  # not before, since the loader says how long it is
+        *(*start, "training_step 1", *end),
+        *("module.on_validation_model_eval", "validation_step", "first.on_validation_end", "last.on_validation_end"),
+    ]
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

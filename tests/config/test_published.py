@@ -1,11 +1,12 @@
-"""What models are: published shapes.
+"""What models and experiments are: published shapes, and the settings of the five attempts of docs/seeds.md.
 
 Every number is written here a second time, from its source, so that a changed file of conf/ does not pass.
 """
 
 import pytest
 
-from gpt2_fp8.compose import conf_dir
+from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config.keys import value_of
 from tests.config.conf_files import merged
 
 # Radford et al. 2019, table 2; layers, heads, channels, positions
@@ -44,6 +45,40 @@ BESIDES = {
     "qwen3_0_6b": {"head_size": 128, "qk_norm": True, "norm_epsilon": 1e-6},
 }  # fmt: skip
 
+SMALL_LLAMA = {"model.name": "llama3_small", "data.name": "slimpajama", "trainer.max_time": "00:01:56:00"}
+TENSORWISE = {**SMALL_LLAMA, "precision.name": "fp8_hybrid", "recipe.name": "current", "precision.backward": "fp8"}
+HALF_A_COSINE = {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.1}
+EXPERIMENTS = {
+    "fineweb_edu_fp8": {  # seed 001: rate 3e-3, 2,000 warm-up steps, 512 sequences, two epochs of 10 B tokens
+        **HALF_A_COSINE, "model.name": "gpt2", "data.name": "fineweb", "precision.name": "fp8_hybrid", "optim.lr": 3e-3,
+        "optim.warmup_steps": 2000, "global_batch_size": 512, "trainer.max_steps": 38000,
+        "data.train_files": ["sample/10BT/*.parquet"],
+    },
+    "fineweb_edu_full_fp8": {  # seed 001: the same on 1.3 T tokens
+        **HALF_A_COSINE, "model.name": "gpt2", "data.name": "fineweb", "precision.name": "fp8_hybrid", "optim.lr": 3e-3,
+        "optim.warmup_steps": 2000, "global_batch_size": 512, "trainer.max_steps": 2_000_000,
+        "data.train_files": ["data/*/*.parquet"],
+    },
+    "openwebtext_bf16": {  # seed 001's openwebtext_adaptive_batch: automatic batch, 512 in effect
+        **HALF_A_COSINE, "model.name": "gpt2", "data.name": "openwebtext", "precision.name": "bf16", "optim.lr": 6e-4,
+        "optim.warmup_steps": 2000, "global_batch_size": 512, "micro_batch_size": "auto", "trainer.max_steps": 17000,
+    },
+    "tinyshakespeare_fp8": {  # seed 001's test_fp8; its sizes are this project's own
+        **HALF_A_COSINE, "model.name": "gpt2", "data.name": "tinyshakespeare", "precision.name": "fp8_hybrid",
+        "model.dropout": 0.1, "optim.lr": 6e-4, "optim.warmup_steps": 20, "global_batch_size": 64,
+        "micro_batch_size": 64, "trainer.max_steps": 200, "trainer.val_check_interval": 25,
+    },
+    # seed 004: five configurations, 1 h 56 min each
+    "llama3_small_bf16": {**SMALL_LLAMA, "precision.name": "bf16"},
+    "llama3_small_delayed": {
+        **SMALL_LLAMA, "precision.name": "fp8_hybrid", "recipe.name": "delayed", "recipe.amax_history_len": 1024,
+        "recipe.amax_compute_algo": "max", "recipe.margin": 0, "precision.keep_bf16": [],
+    },
+    "llama3_small_tensorwise": {**TENSORWISE, "precision.keep_bf16": []},
+    "llama3_small_tensorwise_first_last": {**TENSORWISE, "precision.keep_bf16": ["first", "last"]},
+    "llama3_small_blockwise": {**TENSORWISE, "recipe.name": "block", "precision.keep_bf16": []},
+}  # fmt: skip
+
 
 def files(group):
     return {path.stem for path in (conf_dir() / group).glob("*.yaml")}
@@ -59,6 +94,7 @@ def shape(name):
 
 def test_every_file_has_its_row():
     assert files("model") == GPT2.keys() | LLAMA.keys()
+    assert files("experiment") == EXPERIMENTS.keys()
 
 
 @pytest.mark.parametrize("name", [*GPT2, *LLAMA])
@@ -66,3 +102,9 @@ def test_a_model_is_the_one_that_was_published(name):
     """By every key: a value of the file that is left out or changed shows."""
     path = (conf_dir() / "model" / f"{name}.yaml").relative_to(conf_dir())
     assert merged(path) == shape(name)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_has_its_seeds_settings(name):
+    (config,) = preflight([f"experiment={name}"])
+    assert {key: value_of(config, key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]

@@ -48,6 +48,20 @@ def test_keys_of_the_cache_are_those_of_earlier_versions() -> None:
     assert Unit("a.txt 10", "a.txt", 0, 10).digest("a tokenizer", FORMAT)[:32] == "f4419d874dacc72811228968d25e2999"
 
 
+def test_a_cache_states_its_dtype_and_one_of_before_that_is_read_as_uint16(tmp_path: Path) -> None:
+    config = files_config(write_jsonl(tmp_path / "a.jsonl", TEXTS), cache_dir=str(tmp_path / "cache"))
+    whole = items(module(config), 5)
+    (stored,) = (tmp_path / "cache").glob("*.json")
+    about = json.loads(stored.read_bytes())
+    assert about.pop("dtype") == "uint16"
+    stored.write_text(json.dumps(about))
+    before = stored.with_suffix(".u16").stat().st_mtime_ns
+    again = module(config)
+    assert all(np.array_equal(a, b) for a, b in zip(items(again, 5), whole, strict=True))
+    assert again.report()["reading"] | {"units": 0} == {"units": 0, "cache_hits": 1, "retries": 0, "worker_deaths": 0}
+    assert stored.with_suffix(".u16").stat().st_mtime_ns == before
+
+
 @pytest.mark.whole
 def test_a_vocabulary_above_65_536_goes_whole_through_cache_workers_validation_and_resume(tmp_path: Path) -> None:
     """Against a small one: the same text in the same order, every id larger by the same number."""

@@ -145,6 +145,16 @@ def test_a_checkpoint_of_version_1_loads_and_is_said_to_be_unchecked(tmp_path, c
     assert torch.equal(saved["optimizer_states"][0]["state"][0]["exp_avg"], moment)
 
 
+def test_a_run_continues_from_version_1(run):
+    path = checkpoint(run, 8)
+    older = {key: value for key, value in files.read_manifest(path).items() if key not in ("sha256", "precision")}
+    sizes = {name: {"size": entry["size"]} for name, entry in older["files"].items()}
+    (path / "manifest.json").write_text(json.dumps(older | {"version": 1, "files": sizes}))
+    train(run, *STEPS, "trainer.max_steps=12", "ckpt_path=last")
+    assert files.read_manifest(path)["version"] == 1
+    assert files.read_manifest(checkpoint(run, 12))["version"] == 3
+
+
 def written(path, change):
     state = files.read(path)
     change(state)

@@ -59,3 +59,6 @@ def test_the_digest_of_the_code_changes_with_a_files_text_name_or_place(tmp_path
         assert found not in seen
         seen.add(found)
     assert source_digest(tmp_path / "gone") is None
+    (tmp_path / ".#a.py").symlink_to("me@here.1")  # as an editor leaves
+    source_digest.cache_clear()
+    assert source_digest(tmp_path) is None
