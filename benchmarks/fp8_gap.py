@@ -50,8 +50,8 @@ from words import Parser
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import FP8PrecisionConfig
-from gpt2_fp8.config.shown import quoted
-from gpt2_fp8.reports.comparison import Difference, paired, welch
+from gpt2_fp8.config.shown import quote
+from gpt2_fp8.reports.comparison import Difference, paired_difference, welch
 from gpt2_fp8.train import metrics_csv
 
 HERE = Path(__file__).resolve().parent  # `stop_at` is there, a plug-in of the runs
@@ -124,13 +124,13 @@ class Job:
     def command(self) -> list[str]:
         """Return the command of what is next: a leg, or the evaluation."""
         if self.trained:
-            words = [f"ckpt_path={quoted(str(self.folder))}", f"precision={self.evaluate}"]
-            return [sys.executable, "-m", "gpt2_fp8.evaluate", *words, f"out={quoted(str(self._evaluated))}"]
+            words = [f"ckpt_path={quote(str(self.folder))}", f"precision={self.evaluate}"]
+            return [sys.executable, "-m", "gpt2_fp8.evaluate", *words, f"out={quote(str(self._evaluated))}"]
         leg = next((leg for leg in self.legs if leg.until is None or self.step < leg.until), self.legs[-1])
         began = any(self.folder.glob("checkpoints/*/manifest.json"))
-        last = quoted(str(self.start.checkpoint)) if self.start and not began else "last"
+        last = quote(str(self.start.checkpoint)) if self.start and not began else "last"
         first = f"callbacks.checkpoint_every_n_steps={max(1, self.steps // PARTS)}", "callbacks.progress_bar=false"
-        own = f"hydra.run.dir={quoted(str(self.folder))}", f"seed={self.seed}", f"ckpt_path={last}"
+        own = f"hydra.run.dir={quote(str(self.folder))}", f"seed={self.seed}", f"ckpt_path={last}"
         return [sys.executable, "-m", "gpt2_fp8.run", *first, *self.words, *leg.words, *own]
 
     @property
@@ -260,7 +260,7 @@ def legs(parser: Parser, words: Sequence[str], given: Sequence[str]) -> tuple[tu
         added = ["precision.fallback=error"] if isinstance(config.precision, FP8PrecisionConfig) else []
         if until is not None:
             for key, there in (("plugins", config.plugins), ("callbacks.extra", config.callbacks.extra)):
-                added.append(f"{key}=[{','.join(map(quoted, dict.fromkeys([*there, 'stop_at'])))}]")
+                added.append(f"{key}=[{','.join(map(quote, dict.fromkeys([*there, 'stop_at'])))}]")
             added.append(f"+tags.stop_at={until}")
         found.append(Leg((*own, *added), until))
         own, steps = [], last_step(config)
@@ -285,7 +285,7 @@ def table(losses: Mapping[str, Mapping[int, float]]) -> str:
             found = welch(values, list(base.values()))
             line += f"  {_told(found)}  {100 * found.value / fmean(base.values()):+.2f} %"
             if equal := sorted(by_seed.keys() & base.keys()):
-                found = paired([by_seed[seed] for seed in equal], [base[seed] for seed in equal])
+                found = paired_difference([by_seed[seed] for seed in equal], [base[seed] for seed in equal])
                 line += f"; on {len(equal)} equal seeds {_told(found)}"
         lines.append(line)
     return "\n".join(lines)

@@ -52,14 +52,14 @@ class Loop:
 
     def __init__(self, config: RunConfig):
         self.config, self.plan = config, resolve(config, devices.device(config))
-        self.step = worker.built(config, self.plan, vocabulary(config))
+        self.step = worker.build(config, self.plan, vocabulary(config))
 
     def rates(self, steps: int) -> list[float]:
         """Train some steps, each on random ids of its own. Returns the tokens a second of each."""
         config, device = self.config, self.plan.device
         shape = (config.global_batch_size, config.model.n_positions + 1)
         ids = [torch.randint(vocabulary(config), shape, dtype=torch.int32, device=device) for _ in range(steps)]
-        return [tokens_a_step(config) / seconds for seconds in worker.timed(self.step, ids, device)]
+        return [tokens_a_step(config) / seconds for seconds in worker.time_steps(self.step, ids, device)]
 
     def rates_for(self, seconds: float) -> list[float]:
         """Train until the time is over. Returns the tokens a second of each step."""

@@ -54,7 +54,7 @@ could be written; 2 your input; 130, 141, 143 stopped."""
 @programs.exit_code
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
-    if programs.answered(argv, help_text):
+    if programs.answer_questions(argv, help_text):
         return
     bench, configs, device = _request(argv)
     folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"

@@ -66,7 +66,7 @@ PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help
 @programs.exit_code
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
-    if programs.answered(argv, help_text):
+    if programs.answer_questions(argv, help_text):
         return
     request = read_words(argv)
     from gpt2_fp8.train import trained  # imports torch

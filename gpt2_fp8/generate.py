@@ -15,7 +15,7 @@ from gpt2_fp8.compose.commandline import Program, list_keys, read, values_of
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.programs import GenerateConfig, check_generate
-from gpt2_fp8.config.shown import counted, harmless
+from gpt2_fp8.config.shown import format_count, harmless
 from gpt2_fp8.runtime import programs
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 yo
 @programs.exit_code
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
-    if programs.answered(argv, lambda: HELP.format(keys=list_keys(GenerateConfig))):
+    if programs.answer_questions(argv, lambda: HELP.format(keys=list_keys(GenerateConfig))):
         return
     config = _settings(argv)
     from gpt2_fp8.train.generation import Generation  # imports torch
@@ -86,7 +86,7 @@ def _write(ready: Generation, count: int, file: IO[str] | None) -> None:
         if text.ended == "not finite":
             print(f"text {number} ends early: the model's logits were not finite", file=sys.stderr)
     seconds = time.perf_counter() - started
-    print(f"{counted(count, 'text')}, {tokens:,} tokens in {seconds:.1f} s", file=sys.stderr)
+    print(f"{format_count(count, 'text')}, {tokens:,} tokens in {seconds:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

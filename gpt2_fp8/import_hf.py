@@ -19,7 +19,7 @@ from gpt2_fp8.config import disk, hf_config, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line, setting
+from gpt2_fp8.config.shown import format_override, line
 from gpt2_fp8.runtime import programs
 
 
@@ -41,7 +41,7 @@ def _config(source: Path, words: list[str]) -> RunConfig:
     architecture, keys = hf_config.read_folder(source)
     own = {f"model.{key}": f"model.{key}={show(value)}" for key, value in keys.items()}
     if any((source / file).is_file() for file in tokenizer_file.FILES):
-        own["data.tokenizer"] = setting("data.tokenizer", str(source))
+        own["data.tokenizer"] = format_override("data.tokenizer", str(source))
     elif keys["vocab_size"] == tokenizer_file.NAMES["gpt2"]:
         own["data.tokenizer"] = "data.tokenizer=gpt2"
     typed = {word.partition("=")[0] for word in words}
@@ -49,7 +49,7 @@ def _config(source: Path, words: list[str]) -> RunConfig:
         files = " and no ".join(tokenizer_file.FILES[:2])
         raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", "add data.tokenizer=FOLDER")
     fixed = ["run_name=imported", "model=gpt2", f"model.name={architecture.model_type}"]
-    fixed += [setting("init_from", str(source)), *(word for key, word in own.items() if key not in typed)]
+    fixed += [format_override("init_from", str(source)), *(word for key, word in own.items() if key not in typed)]
     try:
         (config,) = compose.preflight([*fixed, *words])
     except UserError:  # a width that FP8 cannot divide is no hindrance to a checkpoint

@@ -53,12 +53,12 @@ def _job(cfg: DictConfig) -> float | None:
 
     from gpt2_fp8 import compose
     from gpt2_fp8.compose import sweeps
-    from gpt2_fp8.compose.commandline import unforced
+    from gpt2_fp8.compose.commandline import strip_force
 
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed
-        words = unforced(map(str, HydraConfig.get().overrides.task))
+        words = strip_force(map(str, HydraConfig.get().overrides.task))
         again = ranks.turns_before() > 0 or ((met := joined_ranks()) is not None and met.again)
         config = compose.to_run_config(cfg, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
@@ -74,7 +74,7 @@ def _job(cfg: DictConfig) -> float | None:
                 return end_of_process(RunEnd(config, folder, here, words), code)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
-        typed = own_words.Typed(tuple(unforced(sys.argv[1:])), here) if alone else None
+        typed = own_words.Typed(tuple(strip_force(sys.argv[1:])), here) if alone else None
         return launch.train(config, folder, here, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
@@ -133,7 +133,7 @@ def _run(argv: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if (signum := signals.get_received()) is not None and sweeps.begun() is not None:
             slurm.note_step()  # its jobs may have
-            raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
+            raise slurm.requeue_or_stop(signum) from None  # its jobs, and perhaps joblib, have ended for it
         if isinstance(error, Exception) and (folder := sweeps.begun()) is not None:
             sweeps.wait_for_jobs(folder)  # the table is to have every job
         raise

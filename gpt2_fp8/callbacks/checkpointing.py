@@ -148,7 +148,7 @@ class Checkpointing(Checkpoint):
         if not self._prepared:
             self._prepare(trainer, pl_module)
         self.writer.check()
-        if loops.is_last_step(trainer) or self.intervals.is_due(trainer.global_step, partial(_agreed, trainer)):
+        if loops.is_last_step(trainer) or self.intervals.is_due(trainer.global_step, partial(_broadcast, trainer)):
             self.save(trainer)
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -222,6 +222,6 @@ def _flush_loggers(trainer: Trainer) -> None:
         getattr(logger, "flush", logger.save)()
 
 
-def _agreed(trainer: Trainer, own: bool) -> bool:
+def _broadcast(trainer: Trainer, own: bool) -> bool:
     """Return rank 0's `own` on every rank. Collective. The strategy's own way would wait for the GPU."""
     return collectives.any_rank(own and trainer.is_global_zero)

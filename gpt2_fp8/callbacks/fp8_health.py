@@ -51,7 +51,7 @@ class FP8HealthLog(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Subscribe to each settled step."""
-        pl_module.step.on_settled.append(partial(self._settled, trainer))
+        pl_module.step.on_settled.append(partial(self._on_settled, trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin anew, with the module's training step."""
@@ -84,7 +84,7 @@ class FP8HealthLog(pl.Callback):
             else:
                 self._sent = self._health.send()
 
-    def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
+    def _on_settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Read what was sent at the end of the step; or what is there, if the step has been changed since."""
         sent, self._sent = self._sent, None
         if sent is not None and self._health is not None:

@@ -55,7 +55,7 @@ class GracefulStop(Checkpoint):
         self._signals = self._context.enter_context(signals.handle_signals())
         if self._signals.received is not None:  # it came after a sweep's job, and was held until now
             self._context.close()
-            raise slurm.ended(self._signals.received)
+            raise slurm.requeue_or_stop(self._signals.received)
         self._validating = False
         self._signals.release()
         return self
@@ -66,9 +66,9 @@ class GracefulStop(Checkpoint):
         self._context.close()
         if self._signals.thrown and error is not None and not isinstance(error, Stopped):
             assert self._signals.received is not None
-            raise slurm.ended(self._signals.received) from None  # the signal's error may have become another one
+            raise slurm.requeue_or_stop(self._signals.received) from None  # its error may have become another one
         if type(error) is Stopped and ranks.is_batch_job():  # rank 0 may have got another signal, or none
-            raise slurm.ended(error.exit_code - 128) from None
+            raise slurm.requeue_or_stop(error.exit_code - 128) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""
@@ -79,12 +79,12 @@ class GracefulStop(Checkpoint):
         self._signals.hold()
         self._signals.gives_up = not collectives.is_distributed()  # only a single process can leave a step
         self._waiting = True
-        self._stop_if(self._agreed())
+        self._stop_if(self._agree())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Learn before the step whether another rank must stop or got no data, while all ranks waited for data."""
         self._waiting = False
-        if collectives.is_distributed() and (reason := self._agreed()):
+        if collectives.is_distributed() and (reason := self._agree()):
             self._save_last_step(trainer)
             self._stop_if(reason)
 
@@ -93,7 +93,7 @@ class GracefulStop(Checkpoint):
     ) -> None:
         """Stop here, after the step, if a signal came."""
         slurm.note_step()
-        if signum := self._agreed():
+        if signum := self._agree():
             self._save(trainer)
             loops.log_last_step(trainer)
             raise Stopped(signum)
@@ -110,7 +110,7 @@ class GracefulStop(Checkpoint):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the middle of a validation. The resumed run starts that validation again."""
-        if signum := self._agreed():
+        if signum := self._agree():
             self._save(trainer)
             raise Stopped(signum)
 
@@ -118,9 +118,9 @@ class GracefulStop(Checkpoint):
         """Save the last step if a signal ended the next one or the wait for its data, or if the data source ended."""
         waited, self._waiting = self._waiting, False
         if isinstance(exception, Interrupted) and (waited or self._signals.gives_up):
-            self._agreed()  # the other ranks ask at the start of their step
+            self._agree()  # the other ranks ask at the start of their step
         elif isinstance(exception, RunError) and not isinstance(exception, (Stopped, Diverged)) and waited:
-            self._agreed(_NO_DATA)
+            self._agree(_NO_DATA)
         else:
             return
         self._signals.gives_up = False  # saving may have to finish the last step first, even by a bf16 rerun
@@ -134,7 +134,7 @@ class GracefulStop(Checkpoint):
         loops.set_back_to_last_step(trainer)
         self._save(trainer)
 
-    def _agreed(self, own: int | None = None) -> int:
+    def _agree(self, own: int | None = None) -> int:
         """Return why any rank has to stop, the same on all of them; 0 for no reason. Collective.
 
         `own`: this rank's reason, if not the signal that it has received.

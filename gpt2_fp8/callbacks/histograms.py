@@ -56,7 +56,7 @@ def count(tensors: Sequence[Tensor]) -> Tensor:
     A row holds the largest absolute value, the sum, the sum of squares, and the counts. The host does not wait. Copies
     take 128 MiB of memory at most.
     """
-    with _counting():
+    with _allow_counting():
         return torch.stack([_count(tensor.detach().reshape(-1)) for tensor in tensors])
 
 
@@ -72,7 +72,7 @@ def _count(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def _counting() -> Iterator[None]:
+def _allow_counting() -> Iterator[None]:
     """Allow torch's counting on a GPU under `trainer.deterministic`: counts below 2^24 are exact in any order."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)

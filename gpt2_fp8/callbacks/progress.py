@@ -18,7 +18,7 @@ from rich.table import Column
 
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import counted, duration
+from gpt2_fp8.config.shown import duration, format_count
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.generate import decode_after, generate
 from gpt2_fp8.runtime import signals
@@ -67,7 +67,7 @@ class LogLine(pl.Callback):
             left, rate = self.left(trainer.global_step), steps * self._tokens / seconds
             assert left is not None
             log.info("%s of %s tokens at %s tokens/s: about %s",
-                     counted(more, "more step"), f"{self._tokens:,}", f"{rate:,.0f}", duration(left))  # fmt: skip
+                     format_count(more, "more step"), f"{self._tokens:,}", f"{rate:,.0f}", duration(left))  # fmt: skip
 
     def left(self, step: int) -> float | None:
         """Return the seconds from `step` to the end of the run by the host's clock; None before two steps have ended.

@@ -63,7 +63,7 @@ class Throughput(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Subscribe to each settled step."""
-        pl_module.step.on_settled.append(partial(self._settled, trainer))
+        pl_module.step.on_settled.append(partial(self._on_settled, trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the interval."""
@@ -96,7 +96,7 @@ class Throughput(pl.Callback):
         """Return whether the step that the Trainer has counted last has a row."""
         return trainer.global_step % self.every_n_steps == 0 or loops.is_last_step(trainer) or self._since is None
 
-    def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
+    def _on_settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Add a settled step to the interval, and log at its end."""
         verdict, self._newest = result.read(), result.sent.arrival
         wait = self._waits.popleft()

@@ -19,14 +19,14 @@ def flash_backward() -> Callable[..., Any] | None:
     Its tensors are bfloat16 [batch, tokens, heads, head size], and lse, as of `cudnn_attention`, float32 [batch, heads,
     tokens].
     """
-    return None if why_no_flash() else _imported()
+    return None if why_no_flash() else _import()
 
 
 @cache
 def why_no_flash() -> str | None:
     """Return why it cannot be called, or None. It may be missing or fail to load."""
     try:
-        _imported()
+        _import()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "flash_attn":  # not installed, or only FlashAttention 2
             return NOT_INSTALLED
@@ -36,7 +36,7 @@ def why_no_flash() -> str | None:
     return None
 
 
-def _imported() -> Callable[..., Any]:
+def _import() -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd

@@ -116,7 +116,7 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     torch._foreach_add_(every, [number] * len(every) if isinstance(number, Tensor) else number)
 
 
-def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1."""
     coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
     return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, muon.EPS)

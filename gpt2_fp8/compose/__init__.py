@@ -24,7 +24,7 @@ from gpt2_fp8.config import own_words, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import quoted
+from gpt2_fp8.config.shown import quote
 from gpt2_fp8.runtime import programs, ranks, registry
 
 __all__ = ["PlannedJobs", "Purpose", "conf_dir", "help_text", "load_config", "look_only", "of_job", "plan",
@@ -78,7 +78,7 @@ def plan_run(line: CommandLine, lasting: str | None, rendezvous: Callable[[], An
     if len(found.jobs) == 1:
         folder = met.folder(found.jobs[0].folder)
         if place.rank or not own_words.keys(found.words) & {"run_name", "hydra.run.dir"}:
-            found.words.append(f"hydra.run.dir={quoted(folder)}")
+            found.words.append(f"hydra.run.dir={quote(folder)}")
         if place.rank:  # rank 0 writes the log and the settings
             found.words.extend([f"hydra.job.name=rank_{place.rank}", "hydra.output_subdir=null"])
     return found
@@ -124,7 +124,7 @@ def look_only(line: CommandLine) -> list[str]:
 def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
     """Return the command line of a sweep's job alone: the sweep's flags, the job's words, and its folder."""
     shared = [flag for flag in read(argv).flags if flag != "--multirun"]
-    return [*shared, *words, f"hydra.run.dir={quoted(folder)}"]
+    return [*shared, *words, f"hydra.run.dir={quote(folder)}"]
 
 
 def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None = None) -> RunConfig:

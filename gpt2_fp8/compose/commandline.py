@@ -73,7 +73,7 @@ def read(argv: list[str], program: Program = RUN) -> CommandLine:
     except UserError as error:
         return CommandLine(problems=error.problems)
     words = [*args.overrides, *(word for word in left if not word.startswith("-"))]
-    overrides, problems = parse(_spelled(words, program.schema))
+    overrides, problems = parse(_spell(words, program.schema))
     given = hydra_private.given_flags(parser, args)
     problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *problems]
     for name, flag in given.items():
@@ -105,7 +105,7 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
         except (HydraException, ValueError, OverflowError, RecursionError) as error:  # a number of 5000 digits, [[[[...
             reason = " ".join(str(error).split()).partition(" expecting {")[0]
             remedy = "quote the value for Hydra and the whole for the shell: 'key=\"value\"'" if "=" in word else ""
-            told = f"{shown.shortened(word, 200)} cannot be read: {shown.shortened(reason, 300)}"
+            told = f"{shown.shorten(word, 200)} cannot be read: {shown.shorten(reason, 300)}"
             problems.append(Problem(told, remedy))
     return overrides, problems
 
@@ -116,12 +116,12 @@ def parse_override(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
-def unforced(words: Iterable[str]) -> list[str]:
+def strip_force(words: Iterable[str]) -> list[str]:
     """Return words of Hydra's line as they were typed: it forces some values (`++key=value`)."""
     return [word.removeprefix("++") for word in words]
 
 
-def _spelled(words: list[str], schema: type) -> list[str]:
+def _spell(words: list[str], schema: type) -> list[str]:
     """Return the words in Hydra's spelling: the choice of nothing may be `group=null`, and text is text as it looks."""
     said = []
     for place, word in enumerate(words):

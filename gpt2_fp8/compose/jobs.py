@@ -142,13 +142,13 @@ class _Job:
     def check(self, problems: list[Problem]) -> RunConfig | None:
         """Compose and check it. Returns None after adding what is wrong with it to `problems`."""
         try:
-            config, found = self._checked()
+            config, found = self._check()
         except UserError as error:
             config, found = None, error.problems
         problems += found
         return None if found else config
 
-    def _checked(self) -> tuple[RunConfig | None, list[Problem]]:
+    def _check(self) -> tuple[RunConfig | None, list[Problem]]:
         cfg, config, found = self._build(self.words)
         wrong = {key for problem in found for key in problem.keys}
         if config is None:  # check the other keys against each other, with these as in the files

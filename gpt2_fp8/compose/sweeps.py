@@ -25,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parse_override, unforced
+from gpt2_fp8.compose.commandline import parse_override, strip_force
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import problem, show, value_of
@@ -103,7 +103,7 @@ def _words(config: DictConfig) -> list[list[str]] | None:
     overrides = [parse_override(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
-    return list(map(unforced, hydra_private.job_words(overrides)))
+    return list(map(strip_force, hydra_private.job_words(overrides)))
 
 
 # ---- joblib ----------------------------------------------------------------------------------------------------------

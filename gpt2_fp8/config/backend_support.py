@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
+from gpt2_fp8.config.kept_layers import Kept, every_block, parse_kept, partly, split_mlp
 from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.schema import AttentionKernel, FP8PrecisionConfig, RunConfig
 
@@ -64,7 +64,7 @@ def _backward(config: RunConfig) -> str:
 
 
 def _kept(config: RunConfig) -> Kept:
-    return kept(getattr(config.precision, "keep_bf16", ()), config.model.n_layer)
+    return parse_kept(getattr(config.precision, "keep_bf16", ()), config.model.n_layer)
 
 
 def _why_not_fp8(config: RunConfig) -> str | None:

@@ -132,13 +132,13 @@ def check_logger(config: RunConfig) -> Iterator[Problem]:
     if logger.histograms_every_n_steps and not (logger.tensorboard or logger.wandb):
         yield problem(config, "logger.histograms_every_n_steps", "only TensorBoard and W&B show histograms")
     if logger.wandb is not None:
-        yield from _missing("wandb", ["wandb"])
+        yield from _find_missing("wandb", ["wandb"])
     if logger.mlflow is not None:
         uri = logger.mlflow.tracking_uri
-        yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
+        yield from _find_missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
 
 
-def _missing(name: str, libraries: list[str]) -> Iterator[Problem]:
+def _find_missing(name: str, libraries: list[str]) -> Iterator[Problem]:
     if absent := [library for library in libraries if find_spec(library) is None]:
         cause = f"logger={name}: the library {absent[0]}, which it needs, is not installed"
         yield Problem(cause, f'pip install -e ".[{name}]"', (f"logger.{name}",))

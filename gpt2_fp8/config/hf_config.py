@@ -104,7 +104,7 @@ def to_hf(model: ModelConfig, architecture: Architecture, vocab_size: int, separ
     }  # fmt: skip
 
 
-def unknown(text: Keys, architecture: Architecture) -> Iterator[str]:
+def find_unsupported(text: Keys, architecture: Architecture) -> Iterator[str]:
     """Yield what a `config.json` asks for that no key of `model` says."""
     for key, values in _FIXED[architecture.model_type].items():
         if (value := text.get(key, values[0])) not in values:
@@ -179,7 +179,7 @@ def read_folder(path: Path) -> tuple[Architecture, Keys]:
             cause = f"init_from={path}: its architectures are {named!a:.100} (model_type {kind!a:.60})"
             raise UserError.of(cause, f"give a folder of {SUPPORTED}")
         (architecture,) = fitting
-        asked, keys = list(unknown(text, architecture)), from_hf(text, architecture)
+        asked, keys = list(find_unsupported(text, architecture)), from_hf(text, architecture)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as error:
         raise UserError.of(f"init_from={path}: its {CONFIG} cannot be read: {error!r}", _NO_FOLDER) from None
     problems = [Problem(f"init_from={path}: its {CONFIG} asks for {one}, for which there is no key") for one in asked]

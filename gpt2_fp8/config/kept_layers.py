@@ -40,12 +40,12 @@ class Kept:
         return ALL_PARTS - self.blocks[block]
 
 
-def kept(names: Iterable[str], n_layer: int) -> Kept:
+def parse_kept(names: Iterable[str], n_layer: int) -> Kept:
     """Return what `names` keep of a model of `n_layer` blocks. A name that fits nothing keeps nothing."""
     blocks: list[frozenset[Part]] = [NO_PARTS] * n_layer
     head = False
     for name in names:
-        for block, parts in _named(name, n_layer):
+        for block, parts in _find_named(name, n_layer):
             blocks[block] |= parts
         head = head or fnmatchcase("head", name)
     return Kept(tuple(blocks), head)
@@ -53,10 +53,10 @@ def kept(names: Iterable[str], n_layer: int) -> Kept:
 
 def fits_nothing(name: str, n_layer: int) -> bool:
     """Return whether a name is of no layer of a model of `n_layer` blocks."""
-    return not fnmatchcase("head", name) and not any(True for _ in _named(name, n_layer))
+    return not fnmatchcase("head", name) and not any(True for _ in _find_named(name, n_layer))
 
 
-def _named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:
+def _find_named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:
     if end := _ENDS.fullmatch(name):
         count = int(end[2]) if end[2] else 1
         if count <= n_layer:
@@ -94,5 +94,5 @@ def check(config: RunConfig) -> Iterator[Problem]:
             reason = f"there is no layer {show(name)} in a model of {n_layer} blocks"
             remedy = f"head, first, last, first:2, blocks.0 to blocks.{n_layer - 1}, or a part such as blocks.*.mlp"
             yield problem(config, KEY, reason, remedy)
-    if (asked := kept(precision.keep_bf16, n_layer)).head and every_block(asked):
+    if (asked := parse_kept(precision.keep_bf16, n_layer)).head and every_block(asked):
         yield problem(config, KEY, f"it keeps every layer in bf16; precision={precision.name} needs one in FP8")

@@ -73,12 +73,12 @@ class Kind(NamedTuple):
 @cache
 def kind_of(hint: Any) -> Kind:
     """Return what a type says of its key."""
-    inner, _ = _annotated(hint)
+    inner, _ = _split_annotated(hint)
     members: list[tuple[Any, Range | None]] = []
     for member in get_args(inner) if get_origin(inner) in (Union, UnionType) else (hint,):
-        bare, notes = _annotated(member)
+        bare, notes = _split_annotated(member)
         if get_origin(bare) is list:
-            item, of_items = _annotated(get_args(bare)[0])
+            item, of_items = _split_annotated(get_args(bare)[0])
             bare, notes = list[item], (*notes, *of_items)  # type: ignore[valid-type]
         ranges = [note for note in notes if isinstance(note, Range)]
         members.append((bare, ranges[0] if ranges else None))
@@ -86,13 +86,13 @@ def kind_of(hint: Any) -> Kind:
     return Kind(tuple(members), tuple(m for m, _ in members if is_dataclass(m)), own[0] if own else None)
 
 
-def _annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
 def meanings(cls: type) -> dict[str, str]:
     """Return the meaning of each key of `cls` that says one."""
-    texts = {name: [m for m in _annotated(hint)[1] if isinstance(m, str)] for name, hint in hints_of(cls).items()}
+    texts = {name: [m for m in _split_annotated(hint)[1] if isinstance(m, str)] for name, hint in hints_of(cls).items()}
     return {name: found[0] for name, found in texts.items() if found}
 
 

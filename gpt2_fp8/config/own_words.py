@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import as_typed, setting
+from gpt2_fp8.config.shown import as_typed, format_override
 
 RUN = "python -m gpt2_fp8.run"
 PLAN = "sweep.json"  # the words of each job that a sweep was to run, so that a table can tell those that did not
@@ -40,14 +40,14 @@ def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0] if not word.startswith("-") else word
 
 
-def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
+def continue_command(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
     """Return the command that continues the run in `folder`. `limits`: words that make it longer."""
-    return typed.but((*_PLACE, "init_from"), (*_placed(folder, typed.here), "ckpt_path=last", *limits))
+    return typed.but((*_PLACE, "init_from"), (*_folder_words(folder, typed.here), "ckpt_path=last", *limits))
 
 
-def added(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
+def resume_words(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
     """Return the words that let the run in `folder` go on, for the line that has started its processes."""
-    return shlex.join([*_placed(folder, typed.here), "ckpt_path=last", *limits])
+    return shlex.join([*_folder_words(folder, typed.here), "ckpt_path=last", *limits])
 
 
 def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> str:
@@ -57,9 +57,9 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
     if in_sweep:
         sweep = next((above for above in folder.parents if (above / PLAN).is_file()), folder.parent)
         if sweep.parent == here / "outputs" and folder == sweep / folder.name and folder.name.isdecimal():
-            return f"{shlex.quote(setting('run_name', sweep.name))} ckpt_path=last continues"
-        return f"{shlex.quote(setting('hydra.sweep.dir', str(as_typed(sweep, here))))} ckpt_path=last continues"
-    return f"{shlex.join(_placed(folder, here))} ckpt_path=last continues"
+            return f"{shlex.quote(format_override('run_name', sweep.name))} ckpt_path=last continues"
+        return f"{shlex.quote(format_override('hydra.sweep.dir', str(as_typed(sweep, here))))} ckpt_path=last continues"
+    return f"{shlex.join(_folder_words(folder, here))} ckpt_path=last continues"
 
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
@@ -78,10 +78,10 @@ def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[s
     return words
 
 
-def _placed(folder: Path, here: Path) -> list[str]:
+def _folder_words(folder: Path, here: Path) -> list[str]:
     if folder.parent == here / "outputs":
-        return [setting("run_name", folder.name)]
-    return [setting("hydra.run.dir", str(as_typed(folder, here)))]
+        return [format_override("run_name", folder.name)]
+    return [format_override("hydra.run.dir", str(as_typed(folder, here)))]
 
 
 def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:

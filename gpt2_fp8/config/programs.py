@@ -175,8 +175,8 @@ def _item(line: str) -> Item:
     if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(e, str) for e in endings):
         raise ValueError('it has no list of two texts or more under "endings"')
     if all(isinstance(row.get(key), str) for key in ("activity_label", "ctx_a", "ctx_b")):
-        context = _cleaned(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-        endings = list(map(_cleaned, endings))
+        context = _clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        endings = list(map(_clean, endings))
     if not all(ending.strip() for ending in endings):
         raise ValueError("an ending is empty")
     if isinstance(label, str) and label.isascii() and label.isdigit():  # as the hub's copy has it
@@ -187,7 +187,7 @@ def _item(line: str) -> Item:
     return Item(context, tuple(endings), label)
 
 
-def _cleaned(text: str) -> str:
+def _clean(text: str) -> str:
     """Prepare a text of HellaSwag's own file as lm-eval does: without what WikiHow's pages have in brackets."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

@@ -25,10 +25,10 @@ def harmless(text: str) -> str:
 
 def line(text: str, longest: int = LONGEST) -> str:
     """Return `text` on one line as `printable` does; if it is too long, only its beginning and its end."""
-    return shortened(printable(shortened(text, longest)), longest)
+    return shorten(printable(shorten(text, longest)), longest)
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten(text: str, longest: int) -> str:
     """Return `text`, or if it is too long its beginning and its end, and between them how much is left out."""
     if len(text) <= longest:
         return text
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
     return f"{hours // 24:,} d {hours % 24} h"
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """Return a number with what it counts, an English noun that takes an s: `1 step`, `19,073 steps`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
@@ -63,13 +63,13 @@ def as_typed(path: Path, here: Path | None = None) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def setting(key: str, text: str) -> str:
+def format_override(key: str, text: str) -> str:
     """Return the word that sets a text key, quoted for Hydra if need be, and not yet for the shell."""
     bare = _BARE.fullmatch(text.replace(" ", "")) and text == text.strip() and text.lower() != "null"
-    return f"{key}={text if bare else quoted(text)}"
+    return f"{key}={text if bare else quote(text)}"
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return "'{}'".format(escaped.replace("${", "\\${"))

@@ -72,7 +72,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise refused(path, str(error.strerror or error)) from None
+        raise tokenizer_error(path, str(error.strerror or error)) from None
 
 
 def describe(path: Path, content: bytes) -> Described:
@@ -82,10 +82,11 @@ def describe(path: Path, content: bytes) -> Described:
             return _json(path, json.loads(content))
         return _ranks(path, content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refused(path, f"it is neither a tokenizer.json nor Llama 3's rank file ({error!r:.100})") from None
+        why = f"it is neither a tokenizer.json nor Llama 3's rank file ({error!r:.100})"
+        raise tokenizer_error(path, why) from None
 
 
-def refused(path: Path, why: str) -> UserError:
+def tokenizer_error(path: Path, why: str) -> UserError:
     """Return the error that says why a file is of no use as a tokenizer."""
     return UserError.of(f"data.tokenizer={path}: {why}", "name another file, or data.tokenizer=gpt2 or bytes")
 

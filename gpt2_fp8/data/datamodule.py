@@ -195,7 +195,7 @@ class TokenDataModule(LightningDataModule):
 
     def source_metrics(self) -> dict[str, float]:
         """Return `tokens/NAME` and `epochs/NAME` of each source of a mixture, as far as training has come."""
-        used = {} if self.text is None else self.text.used()
+        used = {} if self.text is None else self.text.tokens_used()
         return {
             f"{metric}/{name}": value
             for name, values in used.items()

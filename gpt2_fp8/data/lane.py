@@ -157,7 +157,7 @@ class Lane:
             unit = self.pool.take(ticket)
             index = self.order.unit(self.index, place)
             order = self.order.documents(place.epoch, index, len(unit.ends))
-            self._last = place, unit.permuted(order), unit.counts
+            self._last = place, unit.permute(order), unit.counts
         return self._last[1:]
 
 

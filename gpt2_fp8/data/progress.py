@@ -48,7 +48,7 @@ class Digests:
             return False
         digest = int(sha256[: 2 * self._width], 16) or 1
         if self._read[i] not in (0, digest):
-            raise _changed([unit])
+            raise _changed_error([unit])
         self._read[i] = digest
         return True
 
@@ -82,10 +82,10 @@ class Digests:
 
     def _refuse_differences(self, one: Table, other: Table) -> None:
         if (changed := (one != 0) & (other != 0) & (one != other)).any():
-            raise _changed([self._units[i] for i in np.flatnonzero(changed)])
+            raise _changed_error([self._units[i] for i in np.flatnonzero(changed)])
 
 
-def _changed(units: list[Unit]) -> UserError:
+def _changed_error(units: list[Unit]) -> UserError:
     more = f" (and {len(units) - _SHOWN} more)" if len(units) > _SHOWN else ""
     return UserError(
         Problem(

@@ -134,7 +134,7 @@ class TokenStream:
             "documents": self.progress.documents().as_dict(),
             "reading": asdict(self.pool.counts),
         }
-        if used := self.used():
+        if used := self.tokens_used():
             report["sources"] = {
                 stream.name: {
                     **stream.corpus.about,
@@ -147,7 +147,7 @@ class TokenStream:
             }
         return report
 
-    def used(self) -> dict[str, tuple[int, float]]:
+    def tokens_used(self) -> dict[str, tuple[int, float]]:
         """Return the tokens and the passes that training has used of each source of a mixture.
 
         Passes are counted in units, over the lanes that this rank reads. Repeated batches begin none: they stay 0.

@@ -221,7 +221,7 @@ def _read_json(
     try:
         loaded = Loaded.from_buffer(content)
     except Exception as error:  # the library raises plain Exceptions
-        raise tokenizer_file.refused(found.path, f"the library tokenizers does not read it: {error}") from None
+        raise tokenizer_file.tokenizer_error(found.path, f"the library tokenizers does not read it: {error}") from None
     loaded.no_truncation()
     loaded.no_padding()
     loaded.encode_special_tokens = True

@@ -117,7 +117,7 @@ class TokenisedUnit:
     sha256: str  # `checksum` of tokens and ends
     replaced: float = 0.0  # which part of its characters is U+FFFD in place of bytes that are no UTF-8; 0 for a few
 
-    def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
+    def permute(self, order: npt.NDArray[np.int64]) -> Tokens:
         """Return the tokens with the documents in `order` (int64 [documents])."""
         assert len(order) == len(self.ends)
         if len(order) < 2:

@@ -175,7 +175,7 @@ class Attempts:
         """Return whether the step after `done` steps computes in FP8."""
         return self.plan.fp8 and done < self.steps_in_fp8
 
-    def settled(self, done: int) -> None:
+    def note_settled(self, done: int) -> None:
         """Note in which precision it was the turn of the step after `done` steps, which is settled."""
         self.last_in_bf16 = self.last_in_bf16 + 1 if self.plan.fp8 and not self.in_fp8(done) else 0
 

@@ -3,7 +3,7 @@
 The GPU finishes a small micro-batch sooner than the host can launch its thousand kernels. Recorded, they are one
 launch. Every kernel, address and scalar must then stay the same. That is true for the fused layers: their scales are
 tensors, and gradients are written where the parameters' gradients already are (`GraphedGradients`). Graphs of compiled
-layers are Inductor's (`recorded`).
+layers are Inductor's (`compile_with_graphs`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ R = TypeVar("R")
 WARM_UP = 2  # passes before recording: they compile and choose kernels and allocate workspaces
 
 
-def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) -> Callable[P, R]:
+def compile_function(function: Callable[P, R], options: dict[str, Any] | None = None) -> Callable[P, R]:
     """Compile `function` with `torch.compile`. `options`: Inductor's, by their names in its configuration."""
     if torch.cuda.is_available():
         start_workers()
     return torch.compile(function, options=options) if options else torch.compile(function)
 
 
-def recorded(loss_of: LossOf) -> LossOf:
-    """Compile a loss as `compiled` does, with its forward and backward as CUDA graphs, which Inductor records.
+def compile_with_graphs(loss_of: LossOf) -> LossOf:
+    """Compile a loss as `compile_function` does, with its forward and backward as CUDA graphs, which Inductor records.
 
     A graph's results lie in memory that its next replay writes over. So what leaves here is a new tensor: the loss
     times `scale`. That also keeps `scale` out of the graphs. Gradients that a backward returns lie there too. They must
-    be added to a `.grad` that is there already (`prepared`): autograd would keep the first as they are.
+    be added to a `.grad` that is there already (`fill_gradients`): autograd would keep the first as they are.
     """
-    replayed = compiled(loss_of, {"triton.cudagraphs": True})
+    replayed = compile_function(loss_of, {"triton.cudagraphs": True})
 
     def loss(ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -53,7 +53,7 @@ def recorded(loss_of: LossOf) -> LossOf:
     return loss
 
 
-def prepared(parameters: Iterable[Tensor]) -> None:
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
     """Give every parameter without a gradient one of zeros, to which the graphs' gradients are added."""
     for parameter in parameters:
         if parameter.grad is None:

@@ -143,7 +143,7 @@ class DivergencePolicy:
         if not weights_finite:
             raise Diverged(f"after step {step} there are weights that are not finite; {REMEDY}")
 
-    def validated(self, step: int, loss: float | None) -> None:
+    def judge_validation(self, step: int, loss: float | None) -> None:
         """Judge the loss of the validation after the last step, if there was one. Raises Diverged."""
         if loss is not None and not math.isfinite(loss):
             raise Diverged(f"after step {step} the validation loss is not finite; {REMEDY}")

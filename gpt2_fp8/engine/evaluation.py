@@ -52,7 +52,7 @@ class Evaluation:
 
     def _sums(self, ids: Tensor) -> Tensor:
         count = (ids[:, 1:] >= 0).sum()
-        total = self._gradients.evaluated(ids).double() * count
+        total = self._gradients.evaluate(ids).double() * count
         return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
 
     def _room(self) -> bool:

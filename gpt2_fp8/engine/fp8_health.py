@@ -78,7 +78,7 @@ class FP8Health:
         If nothing is `sent`, call it after a step that is settled.
         """
         sent = sent or self.send()
-        found = {} if sent is None else self.stored.received(sent)
+        found = {} if sent is None else self.stored.receive(sent)
         return [self._of_stored(tensor, stored) for tensor, stored in found.items()]
 
     def _of_stored(self, tensor: FP8Tensor, stored: Stored) -> Health:

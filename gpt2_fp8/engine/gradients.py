@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2_fp8.engine.cuda_graphs import GraphedGradients, compiled, prepared, recorded
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients, compile_function, compile_with_graphs, fill_gradients
 from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.fp8.base import LossOf
@@ -50,9 +50,9 @@ class Gradients:
         backend = plan.backend
         self._loss_of: LossOf = partial(backend.loss, model)
         if plan.recorded:
-            self._loss_of = recorded(self._loss_of)
+            self._loss_of = compile_with_graphs(self._loss_of)
         elif backend.compiled:
-            self._loss_of = compiled(self._loss_of, backend.compile_options)
+            self._loss_of = compile_function(self._loss_of, backend.compile_options)
         self._bf16_model: GPT2 | None = None
         self._compiled_bf16_loss: LossOf | None = None
         self._graphed: GraphedGradients | None = None
@@ -76,7 +76,7 @@ class Gradients:
                     self._graphed = GraphedGradients(self.model, self.loss, self.forward_context)
                 return self._graphed(ids.split(micro_batch_size))
             if self.plan.recorded:
-                prepared(self.exchange.parameters)
+                fill_gradients(self.exchange.parameters)
             return accumulate(ids, micro_batch_size, self.loss, self.forward_context, self._backward)
 
     def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int, many: bool = False) -> Tensor:
@@ -93,7 +93,7 @@ class Gradients:
         """Return `_bf16_loss` under `torch.compile`."""
         model = self._in_bf16()  # each time: a validation has left it in the other mode
         if self._compiled_bf16_loss is None:
-            loss_of = compiled(partial(self.plan.backend.bf16_loss, model, compiled=True))
+            loss_of = compile_function(partial(self.plan.backend.bf16_loss, model, compiled=True))
             self._compiled_bf16_loss = lambda ids, _, scale: loss_of(ids, scale)
         return self._compiled_bf16_loss
 
@@ -106,7 +106,7 @@ class Gradients:
             self._bf16_model = self.plan.backend.bf16_model(self.model)
         return self._bf16_model.train(self.model.training)
 
-    def evaluated(self, ids: Tensor) -> Tensor:
+    def evaluate(self, ids: Tensor) -> Tensor:
         """Compute the mean loss over the targets of `ids` [sequences, n_positions + 1], float32, as a validation does.
 
         No gradients are computed. With `precision.evaluation=bf16` no FP8 scale is needed.

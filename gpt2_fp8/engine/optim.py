@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt2_fp8.compat.torch_private import orthogonalised, skip_on_host, skip_where, skips_where
+from gpt2_fp8.compat.torch_private import orthogonalize, skip_on_host, skip_where, skips_where
 from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig, RegisteredOptimizer
 from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
@@ -162,7 +162,7 @@ class MuonAdamW(Optimizer):
         rows = list(self._rows.get(matrix, (len(matrix),)))
         for part, update in zip(new.split(rows), nesterov.split(rows), strict=True):
             rate = group["lr"] * _LIKE_ADAMW * math.sqrt(max(part.shape))
-            part.add_(orthogonalised(update, group["ns_steps"]), alpha=-rate)
+            part.add_(orthogonalize(update, group["ns_steps"]), alpha=-rate)
         skip = skips_where(self)
         for kept, changed in ((before, after), (matrix, new)):
             kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))

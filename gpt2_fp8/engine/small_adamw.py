@@ -48,7 +48,10 @@ class Keys(NamedTuple):
 
     def at(self, update: int) -> Keys:
         """Return the keys of one update, which is counted from 1."""
-        return Keys(mixed(self.first ^ mixed(update)), mixed((self.second + update * 0x9E3779B9) & _WORD))
+        return Keys(
+            murmur3(self.first ^ murmur3(update)),
+            murmur3((self.second + update * 0x9E3779B9) & _WORD),
+        )
 
 
 class Scalars(NamedTuple):
@@ -149,7 +152,7 @@ def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Ten
     return torch.stack([sizes, roots, t, torch.zeros_like(t)], 1).float()
 
 
-def mixed(x: T) -> T:
+def murmur3(x: T) -> T:
     """Compute MurmurHash3's finalizer of 32-bit numbers: an int, or int64. A product keeps its low 32 bits."""
     x = ((x ^ x >> 16) * 0x85EBCA6B) & _WORD
     x = ((x ^ x >> 13) * 0xC2B2AE35) & _WORD
@@ -162,7 +165,7 @@ def random_bits(keys: Keys, start: int, count: int, device: torch.device) -> Ten
     They repeat after 2^32 elements.
     """
     x = torch.arange(start, start + count, dtype=torch.int64, device=device) & _WORD
-    return mixed((mixed(x ^ keys.first) + keys.second) & _WORD)
+    return murmur3((murmur3(x ^ keys.first) + keys.second) & _WORD)
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def update(
     grad_norm = exchange.clip(max_grad_norm)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     # Before the update: the host learns it while the device still computes that.
-    seen = _agreed(*loss_parts(loss), grad_norm, amax_outliers)
+    seen = _reduce(*loss_parts(loss), grad_norm, amax_outliers)
     sent = Sent(torch.cat([seen[:3], torch.stack([grad_norm, clip_ratio]).float(), seen[3:]]))
     skip_where(optimizer, seen[0].clamp(max=1.0))
     apply()
@@ -100,7 +100,7 @@ def update(
     return StepResult(sent, optimizer.param_groups[0]["lr"])
 
 
-def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, outliers: Tensor | None) -> Tensor:
+def _reduce(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, outliers: Tensor | None) -> Tensor:
     """Return float32 on the device: how many ranks are not finite, then the mean loss, `outliers` and any penalty."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
     means = [loss.detach(), torch.zeros_like(loss) if outliers is None else outliers]

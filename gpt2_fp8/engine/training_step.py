@@ -190,7 +190,7 @@ class TrainingStep:
         elif verdict.amax_outliers:
             self.scaling.limit(attempt.parts)
         self._unsettled, self._last = None, result
-        self.attempts.settled(self.schedule.last_epoch)
+        self.attempts.note_settled(self.schedule.last_epoch)
         self.schedule.step()
         done()
         for function in self.on_settled:

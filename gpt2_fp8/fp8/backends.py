@@ -13,7 +13,7 @@ from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
-from gpt2_fp8.config.kept_layers import every_block, kept
+from gpt2_fp8.config.kept_layers import every_block, parse_kept
 from gpt2_fp8.config.schema import (
     AttentionKernel,
     AutoRecipe,
@@ -238,7 +238,7 @@ class Fused(Backend):
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
-        in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
+        in_bf16 = parse_kept(self.keep_bf16, self.config.model.n_layer)
         rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
         parts = describe_kernels(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         if in_bf16.head:
@@ -262,7 +262,7 @@ class Fused(Backend):
     def slower(self) -> list[str]:
         """List what is missing or broken on this machine, so that slower kernels do its work."""
         flash = attention.why_no_flash()
-        return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
+        return [reason for reason in (nvrtc.why_missing(), None if flash == NOT_INSTALLED else flash) if reason]
 
 
 def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
@@ -272,7 +272,7 @@ def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict
 
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
-    missing, n_embd = nvrtc.missing() is not None, spec.n_embd
+    missing, n_embd = nvrtc.why_missing() is not None, spec.n_embd
     why_no_gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
     gelu = _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu or missing else "inside its GEMMs"
     # Training's logits. Those of an evaluation are in bfloat16, and stored.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.config.kept_layers import MLP, PARTS, kept
+from gpt2_fp8.config.kept_layers import MLP, PARTS, parse_kept
 from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.fp8.recipes import formats
 from gpt2_fp8.fp8.state import BACKWARD, FORWARD, ScalingState, TEState, states_of
@@ -63,7 +63,7 @@ def fp8_tensors(precision: FP8PrecisionConfig, n_layer: int) -> list[FP8Tensor]:
 
     A backward in bf16 has no FP8 gradient; under bf16_wgrad the other product of the backward still has.
     """
-    in_bf16 = kept(precision.keep_bf16, n_layer)
+    in_bf16 = parse_kept(precision.keep_bf16, n_layer)
     forward, gradient = formats(precision)
     layers = [(f"blocks.{i}.{part}", gradient) for i in range(n_layer) for part in PARTS if part in in_bf16.in_fp8(i)]
     if not in_bf16.head and precision.backend != "emulated":
@@ -134,7 +134,7 @@ class StoredScales:
         age = torch.div(history.argmax(0), rows, rounding_mode="floor")
         return Sent(torch.stack([newest, scale, age.float()]))
 
-    def received(self, sent: Sent) -> Mapping[FP8Tensor, Stored]:
+    def receive(self, sent: Sent) -> Mapping[FP8Tensor, Stored]:
         """Return what was sent."""
         return {
             tensor: Stored(amax, scale, int(age))

@@ -102,9 +102,9 @@ def _resolve(config: RunConfig, device: Device) -> Plan:
     precision = config.precision
     assert precision.name != "fp8_e5m2"  # refused by the check of the settings
     if not isinstance(precision, FP8PrecisionConfig):
-        backend = Reference if precision.backend == "auto" else _asked(config, precision.backend)
+        backend = Reference if precision.backend == "auto" else _get_backend(config, precision.backend)
     elif precision.backend == Emulated.name:  # it needs no FP8 units, so there is nothing to fall back from
-        backend = _asked(config, precision.backend)
+        backend = _get_backend(config, precision.backend)
     elif (reason := _why_not_fp8(config, device)) is None:
         backend = _in_fp8(config)
     else:
@@ -116,7 +116,7 @@ def _resolve(config: RunConfig, device: Device) -> Plan:
     return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
 
 
-def unaccelerated(config: RunConfig, device: Device) -> Plan:
+def plain_plan(config: RunConfig, device: Device) -> Plan:
     """Return the plan of plain torch in float32, which can hold any run's weights on any machine."""
     reason = "no Trainer has said yet what computes"
     return Plan(device, config.precision.name, "fp32", reason, Reference(_freely(config), "fp32", device))
@@ -179,7 +179,7 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
     if config.precision.fast_accumulation and (reason := Fused.why_not(config)):
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
         raise UserError.of(cause, "leave precision.fast_accumulation out")
-    found = _fastest(config) if asked == "auto" else _asked(config, asked)
+    found = _fastest(config) if asked == "auto" else _get_backend(config, asked)
     if config.cuda_graphs is True and found is not Fused:
         cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
@@ -198,7 +198,7 @@ def _fastest(config: RunConfig) -> type[Backend]:
     raise UserError.of(cause, 'pip install -e ".[torchao]"')
 
 
-def _asked(config: RunConfig, name: str) -> type[Backend]:
+def _get_backend(config: RunConfig, name: str) -> type[Backend]:
     """Return the backend with the given name. Raises UserError if it cannot compute the run here."""
     backend = BACKENDS[name]
     if reason := backend.why_not(config):

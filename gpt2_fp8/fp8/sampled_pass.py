@@ -83,7 +83,7 @@ class SampledPass:
         return found
 
     def _go(self, ids: Tensor, scale: float) -> None:
-        twin, start = self._built(), []
+        twin, start = self._build_twin(), []
         hook = twin.blocks[0].register_forward_pre_hook(lambda _, given: start.append(given[0]))
         try:
             with self.backend.forward_context(fp8=False):
@@ -93,7 +93,7 @@ class SampledPass:
         # Of the start of the residual stream alone: no parameter's gradient is computed, or touched.
         torch.autograd.grad(trained_loss(loss), start[0])
 
-    def _built(self) -> GPT2:
+    def _build_twin(self) -> GPT2:
         if self._twin is None:
             self._twin = twin_of(self.model, self.backend.config.activation_checkpointing).eval()
             for i, block in enumerate(self._twin.blocks):

@@ -141,16 +141,16 @@ class FP8Scaling:
             return None
         history = torch.cat([each.amax_history for each in states], dim=1)
         scale = torch.cat([each.scale for each in states])
-        jumped = (limited(history, states[0].rows_of_step(micro_batches)) != history).any(0)
-        return (jumped | (_represented(scale) != scale)).sum().float()
+        jumped = (limit_amaxes(history, states[0].rows_of_step(micro_batches)) != history).any(0)
+        return (jumped | (_clamp(scale) != scale)).sum().float()
 
     def limit(self, micro_batches: int) -> None:
         """Limit every history, and what was already taken from it. Call it before the next forward."""
         for each in state.scaling_states(self.model):
             before = each.amax_history.clone()
-            each.amax_history.copy_(limited(before, each.rows_of_step(micro_batches)))
+            each.amax_history.copy_(limit_amaxes(before, each.rows_of_step(micro_batches)))
             each.rescale((each.amax_history != before).any(0))
-            each.scale.copy_(_represented(each.scale))
+            each.scale.copy_(_clamp(each.scale))
 
     def unchanged(self) -> AbstractContextManager:
         """Keep the histories unchanged by forwards that are not training."""
@@ -201,7 +201,7 @@ def calibrate(
     state.divide_gradient_amaxes(model, factor / share)
 
 
-def limited(history: Tensor, new: slice) -> Tensor:
+def limit_amaxes(history: Tensor, new: slice) -> Tensor:
     """Copy `history`, float32 [rows, tensors], with the amaxes of the rows `new` limited.
 
     Each is at most `JUMP` times the second largest of its column, if that is not 0. One that is not finite becomes 0.
@@ -213,5 +213,5 @@ def limited(history: Tensor, new: slice) -> Tensor:
     return finite
 
 
-def _represented(scale: Tensor) -> Tensor:
+def _clamp(scale: Tensor) -> Tensor:
     return scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

@@ -154,7 +154,7 @@ def restored(model: nn.Module) -> AbstractContextManager[None]:
 
 def remember(model: nn.Module) -> Callable[[], None]:
     """Copy scales and histories, and return a function that puts them back."""
-    return _copied(_tensors(model))
+    return _copy(_tensors(model))
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -163,14 +163,14 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _put_back(tensors: list[Tensor]) -> Iterator[None]:
-    put_back = _copied(tensors)
+    put_back = _copy(tensors)
     try:
         yield
     finally:
         put_back()
 
 
-def _copied(tensors: list[Tensor]) -> Callable[[], None]:
+def _copy(tensors: list[Tensor]) -> Callable[[], None]:
     """Copy `tensors` and return a function that puts the copies back. All go into one tensor: a model has hundreds."""
     if not tensors:
         return lambda: None

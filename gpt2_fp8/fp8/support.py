@@ -8,7 +8,7 @@ import torch
 
 from gpt2_fp8.compat import torchao
 from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
-from gpt2_fp8.config.shown import shortened
+from gpt2_fp8.config.shown import shorten
 
 
 def why_no_fp8_units() -> str | None:
@@ -100,4 +100,4 @@ def why_no_hopper() -> str | None:
 
 def _line(reason: object) -> str:
     """Return a reason as one line of about 200 characters: its end, as of a missing symbol, says most."""
-    return shortened(" ".join(str(reason).split()), 200)
+    return shorten(" ".join(str(reason).split()), 200)

@@ -25,13 +25,13 @@ def library_versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         if cudnn := torch.backends.cudnn.version():
-            found["cudnn"] = dotted(cudnn)
+            found["cudnn"] = format_version(cudnn)
         with suppress(RuntimeError, AttributeError):
             found["cublaslt"] = cublaslt.version()
     return found
 
 
-def dotted(cudnn: int) -> str:
+def format_version(cudnn: int) -> str:
     """Return cuDNN's version with dots: 91900 -> 9.19.0; 8907 -> 8.9.7."""
     major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

@@ -19,7 +19,7 @@ SIZE = 1024  # elements of a program
 
 
 @triton.jit
-def _mixed(x):
+def _murmur3(x):
     """Compute MurmurHash3's finalizer of uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -30,9 +30,9 @@ def _mixed(x):
 def _random_bits(index, update, first, second):
     """Compute the random words, uint32, of elements at one update: `engine.small_adamw`."""
     update = update.to(tl.uint32)
-    first = _mixed(first.to(tl.uint32, bitcast=True) ^ _mixed(update))
-    second = _mixed(second.to(tl.uint32, bitcast=True) + update * 0x9E3779B9)
-    return _mixed(_mixed(index.to(tl.uint32) ^ first) + second)
+    first = _murmur3(first.to(tl.uint32, bitcast=True) ^ _murmur3(update))
+    second = _murmur3(second.to(tl.uint32, bitcast=True) + update * 0x9E3779B9)
+    return _murmur3(_murmur3(index.to(tl.uint32) ^ first) + second)
 
 
 @triton.jit
@@ -90,11 +90,11 @@ def update(
     skip = row[3:] if skip is None else skip  # a 0
     with torch.cuda.device(weights.device) if weights.is_cuda else nullcontext():
         _update_bf16[(triton.cdiv(count, SIZE),)](
-            weights, gradient, mean, squares, row, skip, count, *map(_signed, keys), *numbers,
+            weights, gradient, mean, squares, row, skip, count, *map(_as_int32, keys), *numbers,
             SIZE=SIZE, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _signed(word: int) -> int:
+def _as_int32(word: int) -> int:
     """Return an int32 with the bits of a 32-bit word: Triton would take a larger number for an int64."""
     return word - (1 << 32) if word >= 1 << 31 else word

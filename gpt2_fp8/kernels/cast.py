@@ -165,7 +165,7 @@ def cast_transpose(
     m, n = x.shape
     assert m % 4 == 0, "rows go in groups of four"
     q, qt = out or empty_pair(m, n, slot.dtype, x.device)
-    if m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.missing() is None:
+    if m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.why_missing() is None:
         return q, qt, _cast_in_cuda(x, slot, q, qt, sums)
     grid, tiles = tile_grid(m, n)
     partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)

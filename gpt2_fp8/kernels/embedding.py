@@ -174,7 +174,7 @@ def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-def _sorted(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+def _sort_ids(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Group equal ids [M] side by side, and return them with their old positions, in stable order.
 
     The order between different ids does not matter. A radix sort's time grows with the width of its keys, so ids that
@@ -194,7 +194,7 @@ def embedding_gradient(dx: Tensor, ids: Tensor, tokens_gradient: Tensor) -> None
     assert all(t.is_contiguous() for t in (dx, ids, tokens_gradient))
     assert dx.shape == (*ids.shape, tokens_gradient.shape[1]), (dx.shape, ids.shape, tokens_gradient.shape)
     (vocabulary, n), m = tokens_gradient.shape, ids.numel()
-    together, order = _sorted(ids, vocabulary)
+    together, order = _sort_ids(ids, vocabulary)
     chunks = triton.cdiv(m, CHUNK)
     partial = torch.empty(chunks, 2, n, dtype=torch.float32, device=dx.device)
     _sum_chunk[(chunks, triton.cdiv(n, CHUNK_COLUMNS))](

@@ -45,7 +45,7 @@ class LayerNormGradient(NamedTuple):
 
 def keeps_rows(n: int) -> bool:
     """Return whether the kernel that keeps whole rows can normalise those of `n` columns."""
-    return n <= WIDEST_COLUMNS and nvrtc.missing() is None
+    return n <= WIDEST_COLUMNS and nvrtc.why_missing() is None
 
 
 def layer_norm_cast(

@@ -48,7 +48,7 @@ def _statistics(total, squares, shift, mean_out, rstd_out, groups, number: tl.co
 
 
 @triton.jit
-def _normalised(x, mean, rstd, w, b, groups, columns, number: tl.constexpr, M, N):
+def _normalize(x, mean, rstd, w, b, groups, columns, number: tl.constexpr, M, N):
     inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
     y = (load_row(x, groups, columns, number, M, N) - mean) * rstd * w + b
     return tl.where(inside, y, 0.0)
@@ -80,10 +80,10 @@ def _forward(
         columns = start + tl.arange(0, COLUMNS)
         w = tl.load(weight + columns, mask=columns < N, other=0.0)[None, :]
         b = tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
-        y0 = _normalised(x, mean0, rstd0, w, b, groups, columns, 0, M, N)
-        y1 = _normalised(x, mean1, rstd1, w, b, groups, columns, 1, M, N)
-        y2 = _normalised(x, mean2, rstd2, w, b, groups, columns, 2, M, N)
-        y3 = _normalised(x, mean3, rstd3, w, b, groups, columns, 3, M, N)
+        y0 = _normalize(x, mean0, rstd0, w, b, groups, columns, 0, M, N)
+        y1 = _normalize(x, mean1, rstd1, w, b, groups, columns, 1, M, N)
+        y2 = _normalize(x, mean2, rstd2, w, b, groups, columns, 2, M, N)
+        y3 = _normalize(x, mean3, rstd3, w, b, groups, columns, 3, M, N)
         largest = tl.maximum(largest, largest4(y0, y1, y2, y3))
         store_both(q, qt, y0, y1, y2, y3, groups, columns, M, N, factor, BOTH)
     tl.atomic_max(amax, tl.max(largest))

@@ -23,7 +23,7 @@ WIDEST_COLUMNS = 2048  # of `layer_norm`'s rows: at 4,096, where few fit at once
 
 
 @cache
-def missing() -> str | None:
+def why_missing() -> str | None:
     """Return why kernels in CUDA C++ cannot run on the current device; None if they can.
 
     Callers then use a kernel in Triton. The answer never changes in a process, since other kernels round differently. A

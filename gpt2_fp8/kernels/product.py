@@ -86,7 +86,7 @@ def fits(a: Tensor, b: Tensor, staged: int = 0) -> bool:
     (m, k), n = a.shape, b.shape[0]
     if why_no_product(m, n, k, staged):
         return False
-    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
+    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.why_missing() is None
 
 
 def tensor_map(a: Tensor) -> Any:

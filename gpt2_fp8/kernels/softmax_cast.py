@@ -180,7 +180,7 @@ def softmax_gradient_cast(
     m, n = logits.shape
     assert m % 16 == n % 16 == 0, (m, n)
     q, qt = empty_pair(m, n, HEAD_GRADIENT, logits.device)
-    if nvrtc.missing() is None:
+    if nvrtc.why_missing() is None:
         given = {"E4M3": False, "EXPONENT": LOGITS_EXPONENT, "BLOCKS": BLOCKS}
         given |= {"TILE": TILE, "THREADS": THREADS} | ({"Z_LOSS": 1} if z_loss else {})
         gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)

@@ -47,7 +47,7 @@ def cast(
     if recipe == "current":
         scale = scale_of(amax(x), dtype)
     assert scale is not None, "delayed scaling has a scale"
-    return Operand(saturated(x.float() * scale, dtype), 1 / scale)
+    return Operand(cast_saturating(x.float() * scale, dtype), 1 / scale)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, 1.0)
 
 
-def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_saturating(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to FP8, rounding to nearest even. What is beyond the largest number, infinity too, becomes that number.
 
     torch's own conversion to E4M3 makes NaN of it instead.
@@ -83,5 +83,5 @@ def _by_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
     tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
     scale = scale_of(tiles.abs().amax((1, 3), keepdim=True), dtype)
     scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # down to a power of two: no mantissa
-    values = saturated(tiles * scale, dtype).float() / scale
+    values = cast_saturating(tiles * scale, dtype).float() / scale
     return values.view(padded.shape)[: x.shape[0], : x.shape[1]].to(torch.bfloat16)

@@ -125,7 +125,7 @@ class Block(nn.Module):
         o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
         return Attended(projection.forward(o8, add=x), packed, attended, y8t, o8t, statistics)
 
-    def hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
+    def compute_hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
         """Compute the MLP's GELU, FP8 [M, f], and what its backward needs.
 
         `again`: only the latter is computed; the first result is None or unused.
@@ -156,7 +156,7 @@ class _BlockFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         attended = block.attend(x, shape, training)
-        z8, hidden = block.hidden(attended.middle)
+        z8, hidden = block.compute_hidden(attended.middle)
         assert z8 is not None
         if training:
             ctx.block, ctx.nothing, ctx.left = block, [None] * len(parameters), True
@@ -174,7 +174,7 @@ class _BlockFunction(torch.autograd.Function):
         dout = upstream[0].reshape(x.shape).contiguous()
         # The same kernels under the same scales: what is computed again has the same bits, and so have its amaxes.
         attended = ctx.attended or block.attend(x, upstream[0].shape, training=True)
-        hidden = ctx.hidden or block.hidden(attended.middle, again=True)[1]
+        hidden = ctx.hidden or block.compute_hidden(attended.middle, again=True)[1]
         ctx.left, ctx.hidden, ctx.attended = False, None, None  # freed: autograd's graph lives longer than its backward
         into_middle = _mlp_backward(block, dout, attended.middle, hidden)
         del hidden

@@ -70,7 +70,7 @@ class Head(LayerNormLinear):
 
         Without logits it is that of a row whose reference is exact; others have a larger one.
         """
-        has_logits = nvrtc.missing() is not None or product.why_logits(rows, *self.weight.shape)
+        has_logits = nvrtc.why_missing() is not None or product.why_logits(rows, *self.weight.shape)
         return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
 
     def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:

@@ -125,13 +125,13 @@ def angles(rope: RoPE, size: int, tokens: int, device: torch.device) -> Tensor:
     """
     pair = torch.arange(size // 2, device=device, dtype=torch.float64)
     frequency = rope.base ** (-pair / (size / 2.0))  # radians a token
-    kept = 0.0 if rope.bands is None else _kept(frequency, rope.bands)
+    kept = 0.0 if rope.bands is None else _unscaled_share(frequency, rope.bands)
     frequency = frequency * (kept + (1.0 - kept) / rope.scaling)
     position = torch.arange(tokens, device=device, dtype=torch.float64)
     return (position[:, None] * frequency).remainder(math.tau)
 
 
-def _kept(frequency: Tensor, bands: Bands) -> Tensor:
+def _unscaled_share(frequency: Tensor, bands: Bands) -> Tensor:
     """Compute which part of each frequency is not scaled, from 0 to 1."""
     turns = bands.original_positions * frequency / math.tau
     return ((turns - bands.low) / (bands.high - bands.low)).clamp(0.0, 1.0)

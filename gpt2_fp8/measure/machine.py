@@ -226,13 +226,13 @@ def ask_cudnn() -> dict[str, Any]:
     """Return the version of the cuDNN that is loaded, which may be another one than torch's own."""
     import torch
 
-    from gpt2_fp8.kernels import dotted
+    from gpt2_fp8.kernels import format_version
 
     try:
         number = torch.backends.cudnn.version()
     except Exception as error:
         return {"cudnn_error": _told(error)}
-    return {"cudnn": dotted(number) if number else None}
+    return {"cudnn": format_version(number) if number else None}
 
 
 def ask_torchao() -> str | None:

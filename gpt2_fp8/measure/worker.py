@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
+def build(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
     """Build what a run trains through, without Lightning."""
     torch.manual_seed(config.seed)
     with torch.device(plan.device):
@@ -105,7 +105,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     known["compiled"] = plan.backend.compiled
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
     known["attention"] = plan.backend.kernels(vocab_size)["attention"]
-    step = built(config, plan, vocab_size)
+    step = build(config, plan, vocab_size)
     results: list[StepResult] = []
     step.on_settled.append(results.append)
     for ids in batches[: case.warmup]:
@@ -115,7 +115,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         torch.cuda.synchronize()
         if not (plan.backend.graphs or plan.recorded):  # a graph's memory was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
-    seconds = timed(step, batches[case.warmup : case.warmup + case.steps], device)
+    seconds = time_steps(step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = tokens_a_step(config)
     rates = [tokens / s for s in seconds]
     median = statistics.median(rates)
@@ -143,7 +143,7 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
     return [found[i % len(found)] for i in range(count)], vocab_size
 
 
-def timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]:
+def time_steps(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]:
     """Return the seconds that each step took.
 
     On a GPU the time is the GPU's own, between events in its queue. The host settles each step as a run does: once

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import RoPE, block_spec
-from gpt2_fp8.config.kept_layers import kept
+from gpt2_fp8.config.kept_layers import parse_kept
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import Scales
@@ -43,7 +43,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.separator, self.separator_begins = separator, separator_begins
         self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
-        in_bf16 = kept(keep_bf16, config.n_layer)
+        in_bf16 = parse_kept(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
         self.positions = None
         if self.spec.positions == "learned":
@@ -80,7 +80,7 @@ class GPT2(nn.Module):
         """
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
-        x, given = self.dropout(self.embed(ids)), self._given(ids)
+        x, given = self.dropout(self.embed(ids)), self._shared_inputs(ids)
         for block in self.blocks:
             x = block(x, is_first_microbatch, *given)
             if outputs is not None:
@@ -92,7 +92,7 @@ class GPT2(nn.Module):
         table = None if self.positions is None else self.positions.weight
         return self._embed(ids, self.tokens.weight, table)
 
-    def _given(self, ids: Tensor) -> tuple[Tensor | None, ...]:
+    def _shared_inputs(self, ids: Tensor) -> tuple[Tensor | None, ...]:
         """Compute once what all blocks are given: nothing, RoPE's angles, or these (or None) and the mask."""
         rope, angle = self.spec.positions, None
         if isinstance(rope, RoPE):

@@ -50,7 +50,7 @@ class Place(NamedTuple):
     transposed: bool
     padding: int
 
-    def stored(self) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors there, with their shapes there."""
         return {name: shape[::-1] if self.transposed else shape for name, shape in self.parts.items()}
 

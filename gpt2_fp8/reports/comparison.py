@@ -106,7 +106,7 @@ def losses(side: Side, found: Comparison) -> Iterator[Row]:
             row |= {"above_base": difference.value, "relative": difference.value / scale}
             row |= {key: None if bound is None else bound / scale for key, bound in bounds.items()}
             if len(pairs := [seed for seed in own if seed in base]) > 1:
-                differences = paired([own[seed] for seed in pairs], [base[seed] for seed in pairs])
+                differences = paired_difference([own[seed] for seed in pairs], [base[seed] for seed in pairs])
                 row |= {"paired": differences.value, "paired_error": differences.error}
         yield row
 
@@ -161,20 +161,20 @@ def throughput(side: Side, found: Comparison) -> Row:
 def verdict(side: Side, found: Comparison) -> Row:
     """Judge a condition that has computed in FP8 by the confidence interval of its loss."""
 
-    def judged(answer: str, why: str) -> Row:
+    def judge(answer: str, why: str) -> Row:
         return {"condition": side.condition.name, "answer": answer, "why": why}
 
     keys, row = side.condition.differs(found.base.condition), next(losses(side, found))
     if side.why_not or found.base.condition.fp8 or keys:
         other = f"other settings differ too: {', '.join(keys[:4])}" if keys else "the base has computed in FP8 too"
-        return judged(UNDECIDED, side.why_not or other)
+        return judge(UNDECIDED, side.why_not or other)
     if diverged := sum(run.status == "diverged" for run in side.condition.runs):
-        return judged(WORSE, f"{diverged} of {len(side.condition.runs)} runs diverged")
+        return judge(WORSE, f"{diverged} of {len(side.condition.runs)} runs diverged")
     low, high, told = row["relative_low"], row["relative_high"], f"{row['loss']} loss {row['relative']:+.2%}"
     if low is None:
-        return judged(UNDECIDED, f"{told}, and a single seed has no confidence interval: seed=1,2,3")
+        return judge(UNDECIDED, f"{told}, and a single seed has no confidence interval: seed=1,2,3")
     answer = GOOD if max(-low, high) <= WITHIN else UNDECIDED if low <= WITHIN else WORSE  # also a loss that is NaN
-    return judged(answer, f"{told}, 95 % interval {low:+.2%} to {high:+.2%}, limit {WITHIN:.0%}")
+    return judge(answer, f"{told}, 95 % interval {low:+.2%} to {high:+.2%}, limit {WITHIN:.0%}")
 
 
 def describe_runs(side: Side) -> Row:
@@ -251,18 +251,18 @@ def welch(values: Sequence[float], base: Sequence[float]) -> Difference:
     parts = [(float(np.var(side, ddof=1)) / len(side), len(side) - 1) for side in (values, base)]
     square = sum(part for part, _ in parts)
     freedom = square**2 / sum(part**2 / count for part, count in parts) if square else 1.0
-    return _bounded(value, math.sqrt(square), freedom)
+    return _add_bounds(value, math.sqrt(square), freedom)
 
 
-def paired(values: Sequence[float], base: Sequence[float]) -> Difference:
+def paired_difference(values: Sequence[float], base: Sequence[float]) -> Difference:
     """Return the mean difference of values that belong together pair by pair: the same seed on both sides."""
     each = [one - other for one, other in zip(values, base, strict=True)]
     if len(each) < 2:
         return Difference(float(np.mean(each)))
-    return _bounded(float(np.mean(each)), float(np.std(each, ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
+    return _add_bounds(float(np.mean(each)), float(np.std(each, ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
 
 
-def _bounded(value: float, error: float, freedom: float) -> Difference:
+def _add_bounds(value: float, error: float, freedom: float) -> Difference:
     two, one = (error * student(p, freedom) for p in ((1 + CONFIDENCE) / 2, CONFIDENCE))
     return Difference(value, error, value - two, value + two, value + one)
 

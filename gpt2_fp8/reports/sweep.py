@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import disk, own_words
-from gpt2_fp8.config.shown import as_typed, counted, table
+from gpt2_fp8.config.shown import as_typed, format_count, table
 from gpt2_fp8.reports import runs
 
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -69,7 +69,7 @@ def read(folder: Path) -> list[Job]:
 def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
     """Write the files into `folder`; yield what to print, the table before anything is written. Raises OSError."""
     counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
-    count = f"{counted(len(jobs), 'job')}: {counts}"
+    count = f"{format_count(len(jobs), 'job')}: {counts}"
     rows, forms = job_rows(jobs), {column: form for column, _, form in _FIGURES}
     shown = [{key: format(cell, forms.get(key, "") if cell != "" else "") for key, cell in row.items()} for row in rows]
     more = f"\n{len(jobs) - MOST_LINES:,} more jobs: in sweep.csv" if len(jobs) > MOST_LINES else ""
@@ -86,7 +86,7 @@ def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
         yield f"next: python -m gpt2_fp8.compare {shlex.quote(str(as_typed(folder)))}"
 
 
-def varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
+def find_varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
     """Return the keys whose values differ between jobs, each with what was typed for every job; empty if nothing."""
     given = [_values(job.words) for job in jobs]
     keys = dict.fromkeys(key for values in given for key in values)
@@ -96,7 +96,7 @@ def varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
 
 def job_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return a row for each job, with numbers unrounded. What is unknown is empty."""
-    keys = varied(jobs)
+    keys = find_varied(jobs)
     return [
         {"job": job.folder, **{key: column[place] for key, column in keys.items()}, "status": job.status,
          **{column: job.figures.get(column, "") for column, *_ in _FIGURES}, "note": job.message}

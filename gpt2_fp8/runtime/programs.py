@@ -70,7 +70,7 @@ def asks_version(argv: list[str]) -> bool:
     return "--version" in argv[: argv.index("--") if "--" in argv else None]
 
 
-def answered(argv: list[str], help_text: Callable[[], str]) -> bool:
+def answer_questions(argv: list[str], help_text: Callable[[], str]) -> bool:
     """Print the version or the help if a command line asks for one; returns whether it did."""
     if asks_version(argv):
         print(VERSION)

@@ -49,7 +49,7 @@ class Ranks(NamedTuple):
 
 def current(environment: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's place. Raises UserError for variables that are incomplete, or no numbers."""
-    variables = _translated(environment)
+    variables = _translate(environment)
     has_agent = _has_agent(variables)
     if not has_agent and not _is_one_of_several(variables):
         return Ranks()
@@ -63,15 +63,15 @@ def current(environment: Mapping[str, str] = os.environ) -> Ranks:
         _number(variables, "TORCHELASTIC_RESTART_COUNT", 0), has_agent,
     )  # fmt: skip
     if not variables.get("MASTER_ADDR"):
-        raise _refused("MASTER_ADDR is not set")
+        raise _error("MASTER_ADDR is not set")
     if not rank < world_size or not local_world_size > 0 or world_size % local_world_size:
-        raise _refused(f"RANK={rank}, WORLD_SIZE={world_size} and LOCAL_WORLD_SIZE={local_world_size} do not fit")
+        raise _error(f"RANK={rank}, WORLD_SIZE={world_size} and LOCAL_WORLD_SIZE={local_world_size} do not fit")
     return found
 
 
 def export() -> None:
     """Set torch's variables in a task of srun, for torch and Lightning."""
-    os.environ.update(_translated(os.environ))
+    os.environ.update(_translate(os.environ))
 
 
 def forget() -> None:
@@ -83,7 +83,7 @@ def forget() -> None:
 
 def is_first_rank() -> bool:
     """Return whether this process is rank 0 or the only one; also where the variables are wrong."""
-    variables = _translated(os.environ)
+    variables = _translate(os.environ)
     several = (variables.get("WORLD_SIZE") or "1") != "1"  # a LOCAL_RANK alone was left in a shell
     return (variables.get("RANK") or (several and variables.get("LOCAL_RANK")) or "0") == "0"
 
@@ -104,7 +104,7 @@ def turns_before(environment: Mapping[str, str] = os.environ) -> int:
     return int(count) if is_batch_job(environment) and count.isascii() and count.isdigit() else 0
 
 
-def _translated(environment: Mapping[str, str]) -> dict[str, str]:
+def _translate(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with torch's variables also in a task of srun. Source: srun(1), OUTPUT ENVIRONMENT."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environment else "1"
     if tasks == "1" or (environment.get("WORLD_SIZE") or "1") != "1" or environment.get("TORCHELASTIC_RUN_ID"):
@@ -146,10 +146,10 @@ def _name(environment: Mapping[str, str], has_agent: bool) -> str:
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = variables.get(name) or ("" if default is None else str(default))
     if not (value.isascii() and value.isdigit()):
-        raise _refused(f"{name} is {value!a}, not a number" if value else f"{name} is not set")
+        raise _error(f"{name} is {value!a}, not a number" if value else f"{name} is not set")
     return int(value)
 
 
-def _refused(cause: str) -> UserError:
+def _error(cause: str) -> UserError:
     remedy = f"start the processes with torchrun or srun; or unset {' '.join(_OF_TORCH)}, for a run of one"
     return UserError([Problem(f"{cause}, and the variables say that this is one of several processes", remedy)])

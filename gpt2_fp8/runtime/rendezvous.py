@@ -204,7 +204,7 @@ def join(place: Ranks) -> Meeting:
     return _joined
 
 
-def joined() -> Meeting | None:
+def get_meeting() -> Meeting | None:
     """Return the meeting that this process has joined; None: it has joined none."""
     return _joined
 

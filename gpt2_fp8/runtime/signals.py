@@ -137,7 +137,7 @@ class Signals:
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
             return
-        self.received, self._received_at = _meaning(signum), time.monotonic()
+        self.received, self._received_at = _translate(signum), time.monotonic()
         if signum == signal.SIGHUP:
             _leave_terminal()
         self.watch()
@@ -192,13 +192,13 @@ class Signals:
             self.throw()
 
 
-def _meaning(signum: int) -> int:
+def _translate(signum: int) -> int:
     return signal.SIGTERM if signum in LIKE_SIGTERM else signum
 
 
 def exit_code(signum: int) -> int:
     """Return the exit code of a process that a signal ends."""
-    return 128 + _meaning(signum)
+    return 128 + _translate(signum)
 
 
 def _leave_terminal() -> None:

@@ -73,7 +73,7 @@ def leave_the_queue() -> None:
     _left_the_queue = True
 
 
-def ended(signum: int) -> Stopped:
+def requeue_or_stop(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
     A job that was started again and comes to its time limit before a step is not requeued: that would never end. Call

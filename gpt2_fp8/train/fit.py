@@ -58,7 +58,7 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
             training.fit_to_the_end(stop)
         return training.last_val_loss()
     except BaseException as caught:
-        met = rendezvous.joined()
+        met = rendezvous.get_meeting()
         error = caught if met is None else met.explain(caught)
         if error is not caught:
             raise error from None
@@ -97,7 +97,7 @@ class Training:
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.parts: Parts | None = None
         self._world_size, self._limit = 1, ""  # the key of the limit that gives the last step
-        if (met := rendezvous.joined()) is not None:
+        if (met := rendezvous.get_meeting()) is not None:
             collectives.record_flights(folder)
             met.watch(self._end_hanging)
 
@@ -144,7 +144,7 @@ class Training:
         if validates and checkpointing.tracker.validated_step != trainer.global_step:
             # The process before this one ended between the last step and its validation.
             trainer.validate(module, datamodule=self.parts.data, verbose=False)
-        self.divergence.policy.validated(trainer.global_step, self.last_val_loss())
+        self.divergence.policy.judge_validation(trainer.global_step, self.last_val_loss())
         reached = "trainer.max_time" if self.time_limit.reached else None
         self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
 
@@ -169,13 +169,13 @@ class Training:
             callbacks.append(Histograms(config.logger.histograms_every_n_steps, run_length.last_step(config)))
         kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
         callbacks.append(SameRun(config, read_versions() | _versions(plan), kernels))
-        callbacks += [*self._chosen(throughput), RunLabels(config, self.end.words), self.divergence]
+        callbacks += [*self._choose(throughput), RunLabels(config, self.end.words), self.divergence]
         callbacks += [] if trial else [self.checkpointing, stop]
         loggers = [] if trial else build_loggers(config, folder, resume_step, self.end.in_sweep)
         trainer = build_trainer(config, plan, folder, callbacks, loggers)
         return Parts(trainer, module, data, throughput)
 
-    def _chosen(self, throughput: Throughput) -> list[Callback]:
+    def _choose(self, throughput: Throughput) -> list[Callback]:
         """Return samples, the bar and the user's own, as chosen. What reads numbers is told to `throughput`."""
         config, callbacks = self.config, list[Callback]()
         if config.callbacks.red_flags:

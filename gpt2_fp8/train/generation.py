@@ -17,7 +17,7 @@ from gpt2_fp8.config.programs import GenerateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
-from gpt2_fp8.fp8.resolve import unaccelerated
+from gpt2_fp8.fp8.resolve import plain_plan
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.model.generate import End, Sampling, Text, decode_after, go_on
 from gpt2_fp8.model.gpt2 import GPT2
@@ -60,7 +60,7 @@ class Generation:
         if problems := list(self._misfits(found.config.model.n_positions)):
             raise UserError(problems)
         # In plain torch.
-        model = unaccelerated(found.config, self.device).backend.build(vocabulary(found.config))
+        model = plain_plan(found.config, self.device).backend.build(vocabulary(found.config))
         model.load_state_dict(dict(found.weights))
         model.separator_begins = found.step.get("separator_begins", model.separator_begins)
         self.model: GPT2 = model.to(device=self.device, dtype=self.dtype).eval()

@@ -25,7 +25,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS, Architecture
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
-from gpt2_fp8.config.shown import counted
+from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.model import hf_names
@@ -120,7 +120,7 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
         "text": data.name + (f" ({', '.join(repos)})" if repos else ""),
         "trained on": f"{step * tokens_a_step(config):,} tokens: {step:,} steps of {config.global_batch_size:,} "
         "sequences",
-        **_computed(found),
+        **_computed_rows(found),
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
         "seed": str(config.seed),
@@ -139,12 +139,12 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
     )
 
 
-def _computed(found: Trained) -> dict[str, str]:
+def _computed_rows(found: Trained) -> dict[str, str]:
     """Return the card's rows of what the run computed in, and of its validation loss."""
     said, in_bf16 = found.parts.get("precision", {}), found.step.get("last_in_bf16", 0)
     ran, asked = said.get("ran", ""), found.config.precision
     recipe = f", recipe {said['recipe']}" if said.get("recipe") else ""
-    last = f", the last {counted(in_bf16, 'step')} in bf16" if in_bf16 else ""
+    last = f", the last {format_count(in_bf16, 'step')} in bf16" if in_bf16 else ""
     rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
     noted = pointers.read_note(found.path)
     if noted is not None and noted.val_loss is not None:
@@ -187,7 +187,7 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
 
 def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield what is missing, of another shape, or too much."""
-    wanted = {name: shape for place in where for name, shape in place.stored().items()}
+    wanted = {name: shape for place in where for name, shape in place.stored_shapes().items()}
     for name in sorted(wanted.keys() | given.keys()):
         if wanted.get(name) != given.get(name):
             there, needed = (str(of.get(name, "nothing")) for of in (given, wanted))

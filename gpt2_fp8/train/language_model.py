@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.cuda_graphs import compiled
+from gpt2_fp8.engine.cuda_graphs import compile_function
 from gpt2_fp8.engine.evaluation import in_mode
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.fp8.scaling import FP8Scaling
@@ -45,7 +45,9 @@ class LanguageModel(nn.Module):
             self.model: GPT2 = plan.backend.build(vocab_size)
         initialise(self.model, config.seed)
         self._scaling = plan.backend.scaling(self.model)
-        self._loss = compiled(self._own, plan.backend.compile_options) if plan.backend.compiled else self._own
+        self._loss = self._own_loss
+        if plan.backend.compiled:
+            self._loss = compile_function(self._own_loss, plan.backend.compile_options)
         self._twin: list[GPT2] = []  # what evaluates in bfloat16, outside of this module's parameters
 
     @classmethod
@@ -80,9 +82,9 @@ class LanguageModel(nn.Module):
             model = self._twin[0].train(self.model.training) if in_bf16 else self.model
             if targets is None:
                 return model(ids.long())[..., : self.vocab_size]
-            return backend.bf16_loss(model, ids, 1.0, targets=targets) if in_bf16 else self._own(ids, targets)
+            return backend.bf16_loss(model, ids, 1.0, targets=targets) if in_bf16 else self._own_loss(ids, targets)
 
-    def _own(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def _own_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         return self.plan.backend.loss(self.model, ids, None, 1.0, targets)
 
     def _find_scales(self, ids: Tensor, targets: Tensor | None) -> None:
@@ -95,7 +97,7 @@ class LanguageModel(nn.Module):
         self._scaling.sequences = len(ids)
         with torch.enable_grad(), in_mode(self.model, training=True):
             both = torch.cat([ids, targets[:, -1:]], dim=1)
-            self._scaling.calibrate(lambda _: trained_loss(self._own(ids, targets)), both)
+            self._scaling.calibrate(lambda _: trained_loss(self._own_loss(ids, targets)), both)
         self._scaling.ready = True
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def train(
             handlers.hold()  # only the end follows
             signum, ends = handlers.received, handlers.thrown or end.first_step is None
             if signum is not None and ends and not isinstance(caught, Stopped):  # it may have become another error
-                stopped = slurm.ended(signum)
+                stopped = slurm.requeue_or_stop(signum)
                 end.close(stopped)
                 raise stopped from None
             end.close(caught)

@@ -179,7 +179,7 @@ class EventFile(_Lossy, TensorBoardLogger):
         self._curves: dict[str, SummaryWriter] = {}
 
     @contextmanager
-    def _writing(self) -> Iterator[dict[str, SummaryWriter]]:
+    def _open_writers(self) -> Iterator[dict[str, SummaryWriter]]:
         """Give the writers of the curves, and flush all files at the end.
 
         They are made together, so that a resume drops what is late in each.
@@ -196,14 +196,14 @@ class EventFile(_Lossy, TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a row."""
-        with self._writing() as writers:
+        with self._open_writers() as writers:
             for run, tag, value in place_metrics(metrics):
                 writers[run].add_scalar(tag, value, step)
 
     @rank_zero_only
     def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
         """Write the histogram of each tensor, and of gradients the norm."""
-        with self._writing() as writers:
+        with self._open_writers() as writers:
             for tensor in tensors:
                 writers["train"].add_histogram_raw(
                     f"{_HISTOGRAMS[tensor.kind]}/{tensor.name}", -tensor.amax, tensor.amax, sum(tensor.counts),
@@ -215,7 +215,7 @@ class EventFile(_Lossy, TensorBoardLogger):
     @rank_zero_only
     def log_fp8_tensors(self, healths: Iterable[Health], step: int) -> None:
         """Write the scale and the amax of each FP8 tensor, a curve each."""
-        with self._writing() as writers:
+        with self._open_writers() as writers:
             for health in healths:
                 for figure, value in (("scale", health.scale), ("amax", health.amax)):
                     tag = f"precision_fp8_layers/{figure}_{health.tensor.kind}/{health.tensor.layer}"
@@ -224,7 +224,7 @@ class EventFile(_Lossy, TensorBoardLogger):
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, shown character by character."""
-        with self._writing():
+        with self._open_writers():
             self.experiment.add_text(tag, code_block(text), step)
 
     @rank_zero_only
@@ -237,7 +237,7 @@ class EventFile(_Lossy, TensorBoardLogger):
         columns = [summary_v2.HParam(name) for name in values]
         results = [summary_v2.Metric(tag, group=run, display_name=f"{run}: {tag}") for tag, run in _RESULTS]
         trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
-        with self._writing():
+        with self._open_writers():
             self.experiment.file_writer.add_summary(summary_v2.hparams_config_pb(columns, results))
             self.experiment.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
 

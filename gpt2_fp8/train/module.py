@@ -24,7 +24,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.fp8.resolve import Plan, unaccelerated
+from gpt2_fp8.fp8.resolve import Plan, plain_plan
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import huggingface, resume, trained
@@ -89,7 +89,7 @@ class GPT2Module(pl.LightningModule):
         module = cls(found.config, weights=found.weights, step_state=found.step)
         device = torch.device(map_location or "cpu")
         with device:
-            module._build(unaccelerated(found.config, "cuda" if device.type == "cuda" else "cpu"))
+            module._build(plain_plan(found.config, "cuda" if device.type == "cuda" else "cpu"))
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -66,7 +66,7 @@ class FP8Precision(MixedPrecision):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__("bf16-mixed", device)
         settings = {"name": precision, "backend": backend, "keep_bf16": [*keep_bf16], "fallback": fallback}
-        config = _built(FP8PrecisionConfig, settings | _OF_RUNS)
+        config = _build(FP8PrecisionConfig, settings | _OF_RUNS)
         found = convert.resolve(config, _recipe(recipe), device)
         self.ran: str = precision
         self.converted: list[str] = []
@@ -207,11 +207,11 @@ def _recipe(recipe: str | Recipe) -> Recipe | None:
     if recipe == "delayed":
         return DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
     if isinstance(recipe, str):
-        return None if recipe == "auto" else _built(StatelessRecipe, {"name": recipe})
+        return None if recipe == "auto" else _build(StatelessRecipe, {"name": recipe})
     return recipe
 
 
-def _built(kind: type[Any], values: dict[str, Any]) -> Any:
+def _build(kind: type[Any], values: dict[str, Any]) -> Any:
     """Return the checked settings. Raises UserError with every problem."""
     made, found = parsing.build(kind, values)
     if made is None:

@@ -18,7 +18,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
-from gpt2_fp8.config.shown import counted
+from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
@@ -109,7 +109,7 @@ def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Ite
     if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
         yield f"validations are in {now} from here on, and were in {before}: precision.evaluation={before} goes on so"
     if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
-        yield f"the last {counted(in_bf16, 'step')} were computed in bf16, and the next are in FP8 again"
+        yield f"the last {format_count(in_bf16, 'step')} were computed in bf16, and the next are in FP8 again"
 
 
 def _check_moments(path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.config.shown import as_typed, counted, duration, setting
+from gpt2_fp8.config.shown import as_typed, duration, format_count, format_override
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.programs import read_versions
 
@@ -190,7 +190,7 @@ class RunEnd:
         spec = block_spec(config.model)
         if any(not hf_config.misfits(spec, architecture) for architecture in hf_config.ARCHITECTURES):
             yield f"next: python -m gpt2_fp8.export {shown} exported"
-        from_it = shlex.quote(setting("ckpt_path", str(as_typed(self.folder, here))))
+        from_it = shlex.quote(format_override("ckpt_path", str(as_typed(self.folder, here))))
         yield f'next: python -m gpt2_fp8.generate {from_it} prompt="Once upon a time"'
 
     def _command_to_continue(self, typed: Typed) -> str:
@@ -201,13 +201,13 @@ class RunEnd:
         started = ranks.current()
         if started.several and started.launcher != ranks.OWN:  # `python` alone would go on in a single process
             line = "line" if started.launcher == ranks.VARIABLES else f"line of {started.launcher}"
-            return f"the same {line}, with {own_words.added(typed, self.folder, longer)}"
-        return own_words.continued(typed, self.folder, longer)
+            return f"the same {line}, with {own_words.resume_words(typed, self.folder, longer)}"
+        return own_words.continue_command(typed, self.folder, longer)
 
 
 def result_line(done: Summary, first_step: int) -> str:
     """Return a run's results in one line: steps, time, losses in nats a token, speed of all GPUs together."""
-    steps, took = counted(done.steps, "step"), duration(done.duration_s or 0.0)
+    steps, took = format_count(done.steps, "step"), duration(done.duration_s or 0.0)
     steps += f", {done.steps - first_step:,} of them in {took}" if first_step else f" in {took}"
     best = "" if done.best_val_loss is None else f" (best {done.best_val_loss:.4f} at step {done.best_val_loss_step:,})"
     known = (
@@ -225,7 +225,7 @@ def joined_ranks() -> Meeting | None:
         return None
     from gpt2_fp8.runtime import rendezvous
 
-    return rendezvous.joined()
+    return rendezvous.get_meeting()
 
 
 def known_end(caught: BaseException, handlers: signals.Signals) -> RunError | None:
@@ -235,7 +235,7 @@ def known_end(caught: BaseException, handlers: signals.Signals) -> RunError | No
     """
     if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
         assert handlers.received is not None
-        return slurm.ended(handlers.received)
+        return slurm.requeue_or_stop(handlers.received)
     return caught if isinstance(caught, RunError) else None
 
 

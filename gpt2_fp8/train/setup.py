@@ -18,7 +18,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import counted
+from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.data.preparation import tokens_a_pass
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.fp8.resolve import Plan
@@ -151,11 +151,12 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
              model.name, *(f"{number:,}" for number in (parameters, vocab_size, padded)))  # fmt: skip
     log.info("device     %s x %d", name, world_size)
     if (place := ranks.current()).launcher:
-        met = rendezvous.joined()
+        met = rendezvous.get_meeting()
         log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.evaluates_in_bf16 else ""
-    ran += f", last {counted(steps, 'step')} bf16" if plan.fp8 and (steps := run_length.bf16_last_steps(config)) else ""
+    if plan.fp8 and (steps := run_length.bf16_last_steps(config)):
+        ran += f", last {format_count(steps, 'step')} bf16"
     log.info("precision  %s", ran if plan.reason is None else f"{ran} instead of {plan.asked}: {plan.reason}")
     slower = plan.slower()
     layers = [
@@ -168,7 +169,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     numbers = (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)
     log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s",
-             *(f"{number:,}" for number in numbers), counted(config.micro_batch, "sequence"))  # fmt: skip
+             *(f"{number:,}" for number in numbers), format_count(config.micro_batch, "sequence"))  # fmt: skip
     if peak := peak_bf16_flops(name):
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:

@@ -59,7 +59,7 @@ def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Pat
         raise
 
 
-def _stopped(stop: Path, parent: int) -> int | None:
+def _stop_signal(stop: Path, parent: int) -> int | None:
     """Return the signal for which jobs are to end, SIGTERM if the sweep's first process is gone; None if none is."""
     with suppress(OSError, ValueError):
         return int(stop.read_text())
@@ -68,7 +68,7 @@ def _stopped(stop: Path, parent: int) -> int | None:
 
 def _wait_for_gpu(on_cpu: bool, stop: Path, parent: int) -> tuple[str, Any]:
     """Return a GPU and its lock, as soon as one is free; "" for a job on the CPU."""
-    while (signum := _stopped(stop, parent)) is None:
+    while (signum := _stop_signal(stop, parent)) is None:
         if on_cpu or not gpu_locks.list_gpus():
             return "", nullcontext()
         if (taken := gpu_locks.lock_gpu()) is not None:
@@ -93,7 +93,7 @@ def _run_process(request: str, gpu: str, log_file: Path, stop: Path, parent: int
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_LOOK_SECONDS)
-            if not told and (signum := _stopped(stop, parent)) is not None:
+            if not told and (signum := _stop_signal(stop, parent)) is not None:
                 child.send_signal(signum)
                 told = True
     finally:

@@ -25,7 +25,7 @@ from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import shortened
+from gpt2_fp8.config.shown import shorten
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
@@ -136,7 +136,7 @@ class RanksStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Form the group. Ranks of Lightning's own launcher, under a script, form it themselves."""
-        met = rendezvous.joined()
+        met = rendezvous.get_meeting()
         if met is not None and not torch.distributed.is_initialized():
             on_gpu = self.root_device.type == "cuda"
             torch.distributed.init_process_group(
@@ -180,8 +180,8 @@ def _differences(facts: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[P
         rank = next((rank for rank, of_rank in enumerate(facts) if of_rank[kind] != first), 0)
         own = facts[rank][kind]
         shown = [
-            f"{name} {shortened(str(own.get(name, 'none')), _SHOWN)} instead of "
-            f"{shortened(str(first.get(name, 'none')), _SHOWN)}"
+            f"{name} {shorten(str(own.get(name, 'none')), _SHOWN)} instead of "
+            f"{shorten(str(first.get(name, 'none')), _SHOWN)}"
             for name in {**first, **own}
             if own.get(name) != first.get(name)
         ]

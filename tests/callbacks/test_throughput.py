@@ -128,8 +128,8 @@ class Read(pl.Callback):
 @pytest.fixture
 def train_with(tmp_path, monkeypatch):
     def run(callback, *words):
-        chosen = Training._chosen
-        monkeypatch.setattr(Training, "_chosen", lambda *of: [*chosen(*of), callback])
+        chosen = Training._choose
+        monkeypatch.setattr(Training, "_choose", lambda *of: [*chosen(*of), callback])
         train(tmp_path, *words)
         return callback
 

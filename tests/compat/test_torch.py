@@ -22,7 +22,7 @@ def test_a_number_is_added_to_many_tensors_at_once():
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
 def test_muons_iteration_leaves_singular_values_near_1(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = torch.linalg.svdvals(torch_private.orthogonalised(matrix, 5).float())
+    found = torch.linalg.svdvals(torch_private.orthogonalize(matrix, 5).float())
     assert bool((found > 0.5).all())
     assert bool((found < 1.5).all())
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, fits_nothing, kept, partly, split_mlp
+from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, fits_nothing, parse_kept, partly, split_mlp
 
 NONE = frozenset()
 
 
 def parts(*names, n_layer=4):
-    return list(kept(names, n_layer).blocks)
+    return list(parse_kept(names, n_layer).blocks)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def parts(*names, n_layer=4):
 )  # fmt: skip
 def test_whole_blocks(name, whole):
     assert parts(name) == [ALL_PARTS if i in whole else NONE for i in range(4)]
-    assert partly(kept([name], 4)) is None
+    assert partly(parse_kept([name], 4)) is None
     assert not fits_nothing(name, 4)
 
 
@@ -38,12 +38,12 @@ def test_parts(name, expected):
 
 def test_names_add_up():
     assert parts("blocks.0.qkv", "blocks.0.projection", "blocks.0.mlp")[0] == ALL_PARTS
-    both = kept(["head", "first", "*.mlp"], 3)
+    both = parse_kept(["head", "first", "*.mlp"], 3)
     assert both.head
     assert both.in_fp8(0) == NONE
     assert both.in_fp8(1) == {"qkv", "projection"}
     assert (partly(both), split_mlp(both)) == ("blocks.1", None)
-    assert split_mlp(kept(["blocks.2.fc1"], 3)) == "blocks.2"
+    assert split_mlp(parse_kept(["blocks.2.fc1"], 3)) == "blocks.2"
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_names_add_up():
 def test_what_fits_nothing(name):
     assert fits_nothing(name, 4)
     assert parts(name) == [NONE] * 4
-    assert not kept([name], 4).head
+    assert not parse_kept([name], 4).head

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.own_words import RUN, Typed, continued, twice_as_long
+from gpt2_fp8.config.own_words import RUN, Typed, continue_command, twice_as_long
 from gpt2_fp8.config.run_length import limits
 
 
@@ -29,10 +29,10 @@ def words_of(command):
 def test_a_run_is_continued_where_it_is(tmp_path):
     line = typed("model=gpt2 run_name=x init_from=y trainer.max_steps=5")
     folder = tmp_path / "outputs/x"
-    assert continued(line, folder) == f"{RUN} model=gpt2 trainer.max_steps=5 run_name=x ckpt_path=last"
-    longer = continued(line, folder, ["trainer.max_steps=10"])
+    assert continue_command(line, folder) == f"{RUN} model=gpt2 trainer.max_steps=5 run_name=x ckpt_path=last"
+    longer = continue_command(line, folder, ["trainer.max_steps=10"])
     assert longer == f"{RUN} model=gpt2 run_name=x ckpt_path=last trainer.max_steps=10"
-    assert continued(typed(""), tmp_path / "own place") == f"{RUN} 'hydra.run.dir=own place' ckpt_path=last"
+    assert continue_command(typed(""), tmp_path / "own place") == f"{RUN} 'hydra.run.dir=own place' ckpt_path=last"
 
 
 KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
@@ -53,7 +53,7 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
 def test_twice_as_long_goes_on(line, ended_by, steps, words):
     (config,) = preflight(shlex.split(line))
     assert twice_as_long(config, ended_by, steps) == words
-    (longer,) = preflight(words_of(continued(typed(line), Path.cwd() / "outputs/x", words)))
+    (longer,) = preflight(words_of(continue_command(typed(line), Path.cwd() / "outputs/x", words)))
     assert all(end > steps for end in limits(longer).values())
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt2_fp8.engine.small_adamw import Keys, mixed, random_bits, round_stochastically
+from gpt2_fp8.engine.small_adamw import Keys, murmur3, random_bits, round_stochastically
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
@@ -23,8 +23,8 @@ def test_the_finalizer_is_murmurhash3s():
             x = (x ^ (x >> shift)) * factor % 2**32
         return x ^ (x >> 16)
 
-    assert mixed(0) == 0
-    assert [mixed(x) for x in (1, 2**31, 2**32 - 1)] == [plain(x) for x in (1, 2**31, 2**32 - 1)]
+    assert murmur3(0) == 0
+    assert [murmur3(x) for x in (1, 2**31, 2**32 - 1)] == [plain(x) for x in (1, 2**31, 2**32 - 1)]
     keys = Keys(123, 2**32 - 5)
     wanted = [plain((plain(i ^ keys.first) + keys.second) % 2**32) for i in range(1000)]
     assert random_bits(keys, 0, 1000, CPU).tolist() == wanted

@@ -119,7 +119,7 @@ def test_44_a_preempted_job_is_requeued_with_its_last_step_saved(tmp_path, whole
 )
 def test_44_a_job_that_is_not_preempted_is_not_requeued(text, scontrol):
     says(scontrol, text)
-    assert slurm.ended(signal.SIGTERM).exit_code == 143
+    assert slurm.requeue_or_stop(signal.SIGTERM).exit_code == 143
     assert not scontrol.exists()
 
 
@@ -127,14 +127,14 @@ def test_44_a_task_of_an_array_is_requeued_by_its_own_number_and_by_one_rank(sco
     """`srun --kill-on-bad-exit` would end rank 0 before it has asked SLURM, were the other's code not 0."""
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4000")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert slurm.requeue_or_stop(signal.SIGUSR1).exit_code == 0
     assert scontrol.read_text() == "requeue 4000_7\n"
     says(scontrol, PREEMPTED)
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "1")
     for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.setenv(name, "2")
-    assert [slurm.ended(number).exit_code for number in (signal.SIGTERM, signal.SIGUSR1)] == [0, 0]
+    assert [slurm.requeue_or_stop(number).exit_code for number in (signal.SIGTERM, signal.SIGUSR1)] == [0, 0]
     assert scontrol.read_text() == "requeue 4000_7\n"
 
 

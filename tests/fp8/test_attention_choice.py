@@ -8,7 +8,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.fp8 import backends, resolve
-from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, unaccelerated
+from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, plain_plan
 from gpt2_fp8.layers import attention, sdpa
 
 WORDS = {
@@ -83,7 +83,7 @@ def test_a_run_that_falls_back_to_bf16_leaves_a_kernel_that_its_layers_lack(monk
 
 
 def test_a_model_that_no_trainer_computes_has_torchs_choice():
-    assert unaccelerated(made("te", "te").config, "cpu").backend.config.attention == "auto"
+    assert plain_plan(made("te", "te").config, "cpu").backend.config.attention == "auto"
 
 
 def test_a_plan_with_a_kernel_that_cannot_run_is_refused(can):

@@ -41,7 +41,7 @@ def model():
 
 def read(made, tensors, micro_batches):
     scales = StoredScales(made, tensors)
-    return scales.received(scales.send(micro_batches))
+    return scales.receive(scales.send(micro_batches))
 
 
 WHERE = {

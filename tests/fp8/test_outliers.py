@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpt2_fp8.fp8 import state
-from gpt2_fp8.fp8.scaling import JUMP, FP8Scaling, limited
+from gpt2_fp8.fp8.scaling import JUMP, FP8Scaling, limit_amaxes
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
 from tests.layers.test_delayed_scaling import E4M3, E5M2, Model, assert_reciprocal, step
 
@@ -41,7 +41,7 @@ def outliers(model, micro_batches):
 def test_a_new_magnitude_counts_for_at_most_so_much_of_the_second_largest(history, expected):
     """Beside a column that is judged by itself."""
     given, wanted = (torch.tensor([values, (1e30, 1e29, 2.0)]).T for values in (history, expected))
-    assert limited(given, NEWEST).tolist() == wanted.tolist()
+    assert limit_amaxes(given, NEWEST).tolist() == wanted.tolist()
 
 
 def seen(*steps):

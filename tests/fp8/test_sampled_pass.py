@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8.fp8 import sampled_pass
 from gpt2_fp8.fp8.sampled_pass import figures
 from gpt2_fp8.kernels.formats import LARGEST
-from gpt2_fp8.layers.fp8_cast import cast, saturated
+from gpt2_fp8.layers.fp8_cast import cast, cast_saturating
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -30,7 +30,7 @@ def test_a_given_scale_flushes_and_saturates_what_the_cast_does(dtype):
     amax, scale, clipped, flushed = figures(x, dtype, "delayed", torch.tensor(16.0)).tolist()
     assert (amax, scale) == (x.abs().max().item(), 16.0)
     there = x != 0
-    lost = (saturated(x * 16, dtype).float() == 0) & there
+    lost = (cast_saturating(x * 16, dtype).float() == 0) & there
     assert 0 < flushed < 1
     assert flushed == pytest.approx(lost.sum().item() / there.sum().item())
     step = LARGEST[dtype] / (14 if dtype == E4M3 else 7)  # between the two largest numbers
@@ -44,7 +44,7 @@ def test_the_border_of_0_is_the_casts(dtype):
     """Half of the smallest number is rounded to 0, the next float32 above it is not."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     border = torch.tensor([smallest / 2, math.nextafter(smallest / 2, 1) * (1 + 2**-20)])
-    assert saturated(border, dtype).float().tolist() == [0, smallest]
+    assert cast_saturating(border, dtype).float().tolist() == [0, smallest]
     x = border.repeat(16)[:, None]
     assert figures(x, dtype, "delayed", torch.tensor(1.0))[3] == 0.5
 

@@ -42,7 +42,7 @@ def hopper_kernels():
     """For kernels in CUDA C++ that are made for Hopper."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for Hopper")
-    if reason := nvrtc.missing():
+    if reason := nvrtc.why_missing():
         pytest.skip(reason)
 
 

@@ -42,8 +42,8 @@ SCALES = [1.0, 2.0**16, 2.0**-8, 2.0**-16]
 def use(implementation, monkeypatch):
     """Have kernels that there are in both run in "cuda" (C++) or "triton" from here on."""
     if implementation == "triton":
-        monkeypatch.setattr(nvrtc, "missing", lambda: "hidden by the test")
-    elif reason := nvrtc.missing():
+        monkeypatch.setattr(nvrtc, "why_missing", lambda: "hidden by the test")
+    elif reason := nvrtc.why_missing():
         pytest.skip(reason)
 
 

@@ -63,7 +63,7 @@ def norms() -> None:
     for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064)]:
         x, weight, bias = values(m, n), values(n, dtype=torch.float32), values(n, dtype=torch.float32)
         layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E5M2), both=False)
-        if nvrtc.missing() is None and n <= 2048:
+        if nvrtc.why_missing() is None and n <= 2048:
             layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slot(E4M3), values(m, dtype=torch.float32))
         _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E4M3))
         for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
@@ -150,12 +150,12 @@ def run(*calls) -> None:
 
 
 def main() -> None:
-    if reason := nvrtc.missing():
+    if reason := nvrtc.why_missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
     run(casts, norms, softmaxes, products, heads, weight_gradients)
     present, nvrtc.processors = nvrtc.processors, lambda device: 2  # blocks with many tiles each
     run(norms, products, heads, weight_gradients)
-    nvrtc.processors, nvrtc.missing = present, lambda: "hidden: what Triton has in its place is called"
+    nvrtc.processors, nvrtc.why_missing = present, lambda: "hidden: what Triton has in its place is called"
     run(casts, norms, softmaxes, gelus, entropies, embeddings)
     print(DONE, flush=True)
 

@@ -23,7 +23,7 @@ ROADS = [
 def trained_on_tokens(overrides, wrong, ahead):
     """Train; returns the batches whose gradients were computed, and what training leaves."""
     config = composed(*overrides)
-    step, batches = worker.built(config, resolve(config, "cuda"), VOCAB), [tokens(12, n, 128) for n in range(STEPS)]
+    step, batches = worker.build(config, resolve(config, "cuda"), VOCAB), [tokens(12, n, 128) for n in range(STEPS)]
     computed, seen = trained(step, batches, wrong, ahead)
     weights = {name: weight.clone() for name, weight in step.model.state_dict().items()}
     return computed, (seen, weights, step.optimizer.state_dict()["state"], state.capture(step.model))
@@ -43,7 +43,7 @@ def test_they_change_no_bit(overrides, wrong, twice):
 def test_the_host_launches_a_step_while_the_gpu_computes_the_one_before(overrides):
     """Its verdict has not come when the next gradients are launched, and nothing has waited for it."""
     config = composed(*overrides)
-    step, waited = worker.built(config, resolve(config, "cuda"), VOCAB), []
+    step, waited = worker.build(config, resolve(config, "cuda"), VOCAB), []
     batches = [tokens(12, n, 128) for n in range(7)]  # first: to copy one to the GPU waits for it
     for batch in batches[:3]:
         step(batch)

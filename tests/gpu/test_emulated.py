@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8.engine.cuda_graphs import compiled
+from gpt2_fp8.engine.cuda_graphs import compile_function
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
+from gpt2_fp8.layers.fp8_cast import BLOCK, cast, cast_saturating
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
 from tests.gpu.kernels import E4M3, E5M2, cast_transpose
@@ -51,8 +51,8 @@ def test_a_cast_is_the_fused_kernels_bit_for_bit(dtype, source):
 @formats
 def test_a_compiled_cast_has_the_same_bits(dtype):
     x, scale = values((256, 512)), torch.tensor(3.7, device="cuda")
-    bits = lambda: saturated(x.float() * scale, dtype).view(torch.uint8)  # noqa: E731
-    assert torch.equal(compiled(bits)(), bits())
+    bits = lambda: cast_saturating(x.float() * scale, dtype).view(torch.uint8)  # noqa: E731
+    assert torch.equal(compile_function(bits)(), bits())
 
 
 @formats
@@ -173,7 +173,7 @@ def test_compiled_is_as_uncompiled(recipe, config):
     model, fp8 = calibrated("emulated", ids=ids, recipe=recipe, config=config)
     for compile in (False, True):
         loss = lambda given, first, scale: backend.loss(model, given, first, scale)  # noqa: E731
-        loss = compiled(loss, backend.compile_options) if compile else loss
+        loss = compile_function(loss, backend.compile_options) if compile else loss
         with state.restored(model):
             model.zero_grad(set_to_none=True)
             with fp8.forward_context():

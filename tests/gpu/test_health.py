@@ -41,7 +41,7 @@ STATELESS = [
 def trained(*words, steps=3):
     """A training step that has made some, each with other text, and the text of the last."""
     config = composed(*words, "optim.lr=1e-6")
-    step = worker.built(config, resolve(config, "cuda"), VOCAB)
+    step = worker.build(config, resolve(config, "cuda"), VOCAB)
     for i in range(steps):
         ids = tokens(12, i, 128)
         step(ids)

@@ -43,7 +43,7 @@ def test_a_plain_loop_has_the_losses_and_first_gradients_of_a_run(kind: str) -> 
         first, model = (gpt2_fp8.build(*WORDS, *kind.split()) for _ in range(2))
         first(ids[0, :, :-1], ids[0, :, 1:]).backward()
         losses, _ = trained(model, ids)
-        step = worker.built(model.config, resolve(model.config, "cuda"), model.vocab_size)
+        step = worker.build(model.config, resolve(model.config, "cuda"), model.vocab_size)
         found, of_run = [], []
         step.on_settled.append(lambda result: of_run.append(result.read().loss))
         for batch in ids:

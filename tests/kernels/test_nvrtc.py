@@ -27,9 +27,9 @@ class Program:
 
 @pytest.fixture(autouse=True)
 def _ask_again():
-    nvrtc.missing.cache_clear()
+    nvrtc.why_missing.cache_clear()
     yield
-    nvrtc.missing.cache_clear()
+    nvrtc.why_missing.cache_clear()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ BINDINGS = ModuleNotFoundError("No module named 'cuda.bindings'", name="cuda.bin
 )
 def test_what_is_missing(install, there, reason):
     install(**there)
-    assert nvrtc.missing() == reason
+    assert nvrtc.why_missing() == reason
 
 
 def test_what_passes_by_is_no_reason(install):
@@ -81,7 +81,7 @@ def test_what_passes_by_is_no_reason(install):
 
     Program.compile = compile
     try:
-        assert nvrtc.missing() is None
+        assert nvrtc.why_missing() is None
     finally:
         Program.compile = compiled
 

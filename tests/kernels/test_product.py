@@ -57,7 +57,7 @@ def test_shared_memory(k, staged):
 def test_what_fits(shape, expected, monkeypatch):
     m, n, k = shape
     a, b = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (m, n))
-    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert product.fits(a, b) is expected
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))

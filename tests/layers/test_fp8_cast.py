@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gpt2_fp8.layers.fp8_cast import BLOCK, amax, cast, saturated, scale_of
+from gpt2_fp8.layers.fp8_cast import BLOCK, amax, cast, cast_saturating, scale_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # exponent bits, mantissa bits, bias, largest finite number (Micikevicius et al. 2022, table 1)
@@ -37,13 +37,13 @@ def test_every_edge_is_rounded_to_nearest_even(dtype):
     inf = torch.tensor(torch.inf)
     given = torch.cat([exact, torch.nextafter(exact, inf), torch.nextafter(exact, -inf)])
     given = torch.cat([given, -given])
-    assert saturated(given, dtype).tolist() == [nearest(value, of) for value in given.double().tolist()]
+    assert cast_saturating(given, dtype).tolist() == [nearest(value, of) for value in given.double().tolist()]
 
 
 @formats
 def test_within_the_format_a_cast_is_torchs_own_bit_for_bit(dtype):
     given = torch.randn(10**5, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-12, 1, 10**5)
-    ours, theirs = saturated(given, dtype).view(torch.uint8), given.to(dtype).view(torch.uint8)
+    ours, theirs = cast_saturating(given, dtype).view(torch.uint8), given.to(dtype).view(torch.uint8)
     assert torch.equal(ours, theirs)
     assert len(ours.unique()) > 100
 
@@ -52,9 +52,9 @@ def test_within_the_format_a_cast_is_torchs_own_bit_for_bit(dtype):
 def test_what_is_too_large_saturates_nan_stays_and_zeros_keep_their_sign(dtype):
     largest = FORMATS[dtype][3]
     given = torch.tensor([largest * 1.01, 1e30, torch.inf, -largest * 2, -torch.inf, torch.nan])
-    assert saturated(given, dtype).tolist()[:5] == [largest] * 3 + [-largest] * 2
-    assert saturated(given, dtype)[5].isnan()
-    assert saturated(torch.tensor([0.0, -0.0]), dtype).view(torch.uint8).tolist() == [0, 0x80]
+    assert cast_saturating(given, dtype).tolist()[:5] == [largest] * 3 + [-largest] * 2
+    assert cast_saturating(given, dtype)[5].isnan()
+    assert cast_saturating(torch.tensor([0.0, -0.0]), dtype).view(torch.uint8).tolist() == [0, 0x80]
 
 
 # Scales

@@ -37,7 +37,7 @@ def head():
 def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(monkeypatch, head, chunks, width, device, expected):
     capability, missing = device
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(nvrtc, "missing", lambda: missing)
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: missing)
     empty = lambda rows: torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="meta")  # noqa: E731
     of = SimpleNamespace(linear=SimpleNamespace(w8=empty(50304)))
     given = [head.Chunk(of, empty(rows), None, 50257, slice(0, rows)) for rows in chunks]
@@ -56,6 +56,6 @@ def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(monkeypatch, 
     ],
 )
 def test_the_factor_is_that_of_the_way_it_goes(monkeypatch, head, rows, n_embd, missing, exponent):
-    monkeypatch.setattr(nvrtc, "missing", lambda: missing)
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: missing)
     of = SimpleNamespace(weight=torch.empty(50304, n_embd, device="meta"))
     assert head.Head.gradient_factor(of, rows) == 2.0**exponent

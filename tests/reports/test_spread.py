@@ -29,7 +29,7 @@ def test_welch_by_hand():
 
 def test_pairs_leave_out_what_the_seeds_share():
     """Differences 1, 2, 3: mean 2, standard error 1 / sqrt(3); unpaired the seeds' own spread hides it."""
-    found = comparison.paired([11, 22, 33], [10, 20, 30])
+    found = comparison.paired_difference([11, 22, 33], [10, 20, 30])
     assert (found.value, found.error) == (2, pytest.approx(1 / math.sqrt(3)))
     assert found.low == pytest.approx(2 - 4.302653 / math.sqrt(3))
     assert comparison.welch([11, 22, 33], [10, 20, 30]).error > 8
@@ -37,7 +37,7 @@ def test_pairs_leave_out_what_the_seeds_share():
 
 def test_a_single_run_has_no_spread():
     assert comparison.welch([3.0], [1.0, 2.0]) == comparison.Difference(1.5)
-    assert comparison.paired([3.0], [1.0]).error is None
+    assert comparison.paired_difference([3.0], [1.0]).error is None
 
 
 def test_equal_values_have_no_uncertainty():

@@ -51,9 +51,9 @@ def test_only_keys_that_differ_are_columns_with_group_choices_and_removed_keys()
         Job("0", ("model=gpt2", "seed=1", "+tags.a=x"), "completed"),
         Job("1", ("model=tiny", "~tags.a"), "completed"),
     ]
-    assert sweep.varied(jobs) == {"model": ["gpt2", "tiny"], "seed": ["1", ""], "tags.a": ["x", "(removed)"]}
+    assert sweep.find_varied(jobs) == {"model": ["gpt2", "tiny"], "seed": ["1", ""], "tags.a": ["x", "(removed)"]}
     same = [Job("0", ("optim.lr=1e-3", "x=1.0"), "completed"), Job("1", ("optim.lr=0.001", "x=1"), "completed")]
-    assert sweep.varied(same) == {}, "a number that is written in two ways"
+    assert sweep.find_varied(same) == {}, "a number that is written in two ways"
 
 
 def test_a_job_without_a_summary_has_hydras_words_and_is_no_success(tmp_path):

@@ -79,7 +79,7 @@ def without(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("broken", "late"),
-    [(None, False), ("fp8.sampled_pass.SampledPass._go", False), ("fp8.fp8_tensors.StoredScales.received", True)],
+    [(None, False), ("fp8.sampled_pass.SampledPass._go", False), ("fp8.fp8_tensors.StoredScales.receive", True)],
 )
 def test_looking_changes_nothing_and_an_error_in_it_does_not_end_a_run(
     tmp_path, without, monkeypatch, caplog, broken, late
