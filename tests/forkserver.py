@@ -92,7 +92,6 @@ def _is_python(words: object) -> bool:
 
 
 def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without what a shell, a test runner or a scheduler has set."""
     return {name: value for name, value in environment.items() if not name.startswith(_NOT_OURS)}
 
 
@@ -130,24 +129,6 @@ def _adopts_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_SET_CHILD_SUBREAPER, 0)
-
-
-def run(
-    args: list[Any], *, timeout: float | None = None, capture_output: bool = False, check: bool = False, **options: Any
-) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run` of `[sys.executable, *words]`, forked. Takes the options of `Popen` besides."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(args, **options) as process:
-        try:
-            said = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(args, process.returncode, *said)
-    if check:
-        done.check_returncode()
-    return done
 
 
 def python(

@@ -92,7 +92,6 @@ def group_is_alive(group):
 
 
 def run(cwd, *words, patch="", timeout=90, **environment):
-    """The command line, to its end: exit code and output."""
     return finish(start(cwd, *program(cwd, patch), *words, **environment), timeout)
 
 

@@ -4,23 +4,15 @@ import csv
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests import forkserver
+from tests.ranks import ALONE, start
 from tests.runs import SMALL, checkpoint, command, forked, metrics, summary
 
-ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-BAD = [
-    "lr=1 seed=-1 precision=fp16 optim.learing_rate=1e-3",
-    "data=text_files data.train_files=[nope.txt]",
-    "hydra.run.dir=file/run",
-]
+BAD = ["lr=1 seed=-1 precision=fp16 optim.learing_rate=1e-3", "data=text_files data.train_files=[nope.txt]"]
+BAD += ["hydra.run.dir=file/run"]
 
 
 @pytest.mark.parametrize("line", BAD)
@@ -49,10 +41,7 @@ LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_inte
 
 def interrupt(number, started, *arguments, cwd):
     """Send a signal once the file `started` is there; returns the exit code and what was printed."""
-    process = forkserver.Popen(
-        [sys.executable, "-m", "gpt2_fp8.run", *arguments],
-        cwd=cwd, env=os.environ | ALONE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    process = start(cwd, "-m", "gpt2_fp8.run", *arguments, ranks=False)
     try:
         until = time.monotonic() + 90
         while not started.exists() and process.poll() is None and time.monotonic() < until:

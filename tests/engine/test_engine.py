@@ -59,13 +59,10 @@ def batch(sequences=8):
 
 
 def step(of, autocast=False, seed=7):
-    """Loss and gradients by name of one optimizer step on `batch()`."""
-
     of.plan.backend.autocast = autocast
     torch.manual_seed(seed)
     of.model.zero_grad(set_to_none=True)
-    loss = of.of_step(batch(), MICRO)
-    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+    return of.of_step(batch(), MICRO), {name: p.grad for name, p in of.model.named_parameters()}
 
 
 def assert_bit_equal(one, other):
@@ -141,13 +138,10 @@ def test_a_calibration_that_begins_again_finds_the_same_scales():
 
 
 def again(of, autocast=False):
-    """Loss and gradients by name of `batch()`, computed again."""
-
     backend = of.plan.backend
     backend.autocast = autocast
     of.model.zero_grad(set_to_none=True)
-    loss = of.of_step_in_bf16(batch(), MICRO)
-    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+    return of.of_step_in_bf16(batch(), MICRO), {name: p.grad for name, p in of.model.named_parameters()}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

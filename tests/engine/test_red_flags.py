@@ -161,8 +161,7 @@ def test_a_loss_that_stays_high_is_said_once_in_a_while():
 
 def test_a_plateau_is_said_and_a_slow_fall_is_not():
     flat = [*curve(60), *(3.9 + random.Random(i).gauss(0, 0.005) for i in range(140))]
-    said = [line for line in watched(flat) if "has not fallen" in line]
-    assert len(said) >= 1
+    assert len([line for line in watched(flat) if "has not fallen" in line]) >= 1
     assert plateau(curve(2000)) is None
     assert plateau([3.0] * (4 * QUARTER - 1)) is None, "too early to say"
     assert plateau([3.0] * 4 * QUARTER) == (3.0, 3.0)

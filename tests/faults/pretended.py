@@ -94,7 +94,6 @@ class NanWeight(Faults):
 
 
 def put(faults, patch):
-    """Have `faults` happen until `patch` is undone."""
     present = {}
     training_step = GPT2Module.training_step
 

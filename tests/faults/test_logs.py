@@ -22,7 +22,6 @@ PLAIN = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHO
 
 
 def logged(folder: Path) -> tuple[list[int], list[int]]:
-    """The steps of the training loss, in the order of both logs."""
     with (folder / "metrics.csv").open() as file:
         table = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
     events = EventAccumulator(str(folder / "tensorboard/train")).Reload()

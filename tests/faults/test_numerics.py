@@ -56,8 +56,7 @@ def test_29_30_a_loss_or_gradient_that_is_not_finite_in_fp8_is_computed_again_in
     assert metrics(rerun)["bf16_reruns"][3] == 1
     for column in ("train_loss", "grad_norm", "lr"):
         assert metrics(rerun)[column] == metrics(clean)[column]
-    assert summary(rerun)["steps"] == 12
-    assert summary(rerun)["precision"]["ran"] == "fp8_hybrid"
+    assert (summary(rerun)["steps"], summary(rerun)["precision"]["ran"]) == (12, "fp8_hybrid")
     assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
 
 
@@ -294,8 +293,7 @@ def test_37_two_ranks_decide_alike_whichever_of_them_it_happens_to(tmp_path, req
     code, output = run(tmp_path, *keys, patch=script)
     assert code == 0, output
     folder = tmp_path / "outputs/run"
-    expected = [(2, "rerun"), (3, "rerun"), (6, "skip"), (7, "skip"), (7, "rollback")]
-    assert happened(folder) == expected
+    assert happened(folder) == [(2, "rerun"), (3, "rerun"), (6, "skip"), (7, "skip"), (7, "rollback")]
     one, other = ((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1))
     assert one == other, "where they went on from, and the weights after every step"
     origins = {line.split()[2] for line in one.splitlines() if line.split()[1] == "bf16"}

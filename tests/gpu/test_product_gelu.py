@@ -32,13 +32,11 @@ def whole(shape, dtype=E4M3, seed=0):
 
 
 def exact_product(operands):
-    """a b^T in float64."""
     a, b, *units = operands
     return a.double() @ b.double().t() * units[0].double() * units[1].double()
 
 
 def exact_codes(h):
-    """The codes of gelu'(h), as float64."""
     return (CODES * exact_backward(torch.ones_like(h, dtype=torch.float64), h)).round() + CODE_OF_ZERO
 
 
@@ -55,7 +53,6 @@ def codes_of(h):
 
 
 def slope_of(slopes):
-    """What codes mean, float64."""
     return (slopes.double() - CODE_OF_ZERO) / CODES
 
 

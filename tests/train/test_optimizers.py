@@ -15,7 +15,6 @@ OTHERS = ("adamw_bf16", "muon")
 
 
 def forged(run, change, step=4):
-    """Write a checkpoint anew, after `change` of what it holds."""
     path = checkpoint(run, step)
     state = files.read(path)
     change(state)
@@ -25,7 +24,6 @@ def forged(run, change, step=4):
 
 @pytest.fixture(scope="module", params=OTHERS)
 def whole(request, tmp_path_factory):
-    """The name of an optimizer, and a run's folder."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     train(folder, f"optimizer={request.param}")
     return request.param, folder
@@ -112,7 +110,6 @@ LONGER = ["trainer.max_steps=100", "trainer.val_check_interval=100", "callbacks.
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """The validation loss of AdamW after 100 steps."""
     return train(tmp_path_factory.mktemp("learned") / "run", *LONGER)
 
 

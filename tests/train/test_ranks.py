@@ -200,8 +200,7 @@ def test_two_nodes_are_two_agents(tmp_path, two):
     both = [torchrun(tmp_path, options, *WORDS, "run_name=run", patch=patch) for _ in range(2)]
     ends = [finish(process, 150) for process in both]
     assert [code for code, _ in ends] == [0, 0], ends
-    said = "".join(output for _, output in ends)
-    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in said
+    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in "".join(output for _, output in ends)
     assert_equal_but_for_rounding(tmp_path / "outputs/run", the_run(two[0]))
 
 
@@ -322,8 +321,7 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path):
 
 
 def test_a_step_that_three_processes_cannot_share(tmp_path):
-    ends = tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3)
-    refused(ends, "a step of 8 sequences does not divide")
+    refused(tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3), "a step of 8 sequences does not divide")
     assert not (tmp_path / "outputs").exists()
 
 

@@ -54,7 +54,6 @@ def legs_of(folder):
 
 
 def rows_of(folder):
-    """The history over all legs of a run, as [{key: JSON}]."""
     return [
         {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         for leg in legs_of(folder)
@@ -94,8 +93,7 @@ def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    assert run.data.params["model/n_layer"] == "1"
-    assert run.data.tags["tags.round"] == "2"
+    assert (run.data.params["model/n_layer"], run.data.tags["tags.round"]) == ("1", "2")
     history = client.get_metric_history(run_id, "train_loss")
     assert {row.step: row.value for row in history} == pytest.approx(metrics(folder)["train_loss"])
 
