@@ -132,9 +132,13 @@ def _adopts_orphans() -> Iterator[None]:
 
 
 def python(
-    *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input."""
+    *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, code: int | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input.
+
+    Fails where it ends with another exit code than `code`.
+    """
     command = [str(word) for word in words]
     process = Popen(
         [sys.executable, *command], cwd=cwd, env=os.environ | environment, text=True, errors="surrogateescape",
@@ -147,4 +151,5 @@ def python(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, *process.communicate()) from None
+    assert code is None or process.returncode == code, "".join(said)
     return subprocess.CompletedProcess(command, process.returncode, *said)

@@ -59,8 +59,7 @@ def proposed(output):
 def test_the_command_that_goes_on_keeps_the_rates_of_the_end(tmp_path):
     done = forked(*SMALL, "optimizer=muon", "optimizer.matrix_lr=0.02", "run_name=run", cwd=tmp_path)
     first = rates(checkpoint(tmp_path / "outputs/run", 12))
-    again = forked(*proposed(done.stdout), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = forked(*proposed(done.stdout), cwd=tmp_path, code=0)
     assert "learning rate" not in again.stdout + again.stderr
     assert summary(tmp_path / "outputs/run")["steps"] == 24
     assert rates(checkpoint(tmp_path / "outputs/run", 24)) == pytest.approx(first, rel=1e-5)

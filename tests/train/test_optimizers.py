@@ -96,8 +96,7 @@ GPT2Module.training_step = training_step
 @pytest.mark.slow
 def test_two_processes_have_the_same_state_and_compute_what_one_does(tmp_path):
     train(tmp_path / "one", "micro_batch_size=2", "optimizer=adamw_bf16")
-    code, output = run(tmp_path, *TWO, "run_name=two", "optimizer=adamw_bf16", patch=DIGESTS)
-    assert code == 0, output
+    run(tmp_path, *TWO, "run_name=two", "optimizer=adamw_bf16", patch=DIGESTS)
     digests = [(tmp_path / f"digests-{rank}").read_text().split() for rank in (0, 1)]
     assert digests[0] == digests[1], "weights and moments, bit for bit, after each step"
     assert len(set(digests[0])) == 12
