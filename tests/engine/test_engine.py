@@ -43,12 +43,8 @@ class Plain(Reference):
         return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
 
 
-def planned(config):
-    return Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
-
-
 def build(config, plan=None, backward=torch.Tensor.backward, **options):
-    plan = plan or planned(config)
+    plan = plan or Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
     model = plan.backend.build(VOCAB)
     initialise(model, config.seed)
     return Gradients(plan, model, plan.backend.scaling(model), backward, **options)

@@ -36,13 +36,13 @@ def pretended(config):
     return Plan("cpu", name, name, None, Pretended(config, name))
 
 
-def _plan(config, device):
-    return pretended(config) if config.precision.name.startswith("fp8") else resolve(config, device)
-
-
 def pretend(patch):
     """Until `patch` is undone, a precision of FP8 runs here."""
-    patch.setattr(fit, "resolve", _plan)
+
+    def plan(config, device):
+        return pretended(config) if config.precision.name.startswith("fp8") else resolve(config, device)
+
+    patch.setattr(fit, "resolve", plan)
 
 
 class Faults:

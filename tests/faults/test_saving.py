@@ -172,11 +172,6 @@ def whole(tmp_path_factory):
     return folder, list(steps)
 
 
-def assert_as_whole(folder, steps, whole):
-    assert steps == whole[1]
-    assert_same_checkpoint(checkpoint(folder, 6), checkpoint(whole[0], 6))
-
-
 def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog, whole):
     steps, before = record_steps(monkeypatch), summary(whole[0])
     with caplog.at_level(logging.INFO, "gpt2_fp8"):
@@ -210,7 +205,8 @@ def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypat
     assert pointers.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
     assert summary(tmp_path / "run")["checkpoint"]["last"] == str(checkpoint(tmp_path / "run", 4))
     train(tmp_path / "run", "ckpt_path=last", base=SHORT)
-    assert_as_whole(tmp_path / "run", steps, whole)
+    assert steps == whole[1]
+    assert_same_checkpoint(checkpoint(tmp_path / "run", 6), checkpoint(whole[0], 6))
 
 
 # ---- 24: the best ----------------------------------------------------------------------------------------------------

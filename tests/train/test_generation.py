@@ -42,10 +42,6 @@ def gpt2(models: dict[str, Path]) -> str:
     return f"ckpt_path={models['GPT-2'] / 'own'}"
 
 
-def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
-
-
 def written(out: Path, *words: str) -> list[dict[str, Any]]:
     assert generate.main([*words, f"out={out}"]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -55,7 +51,7 @@ def written(out: Path, *words: str) -> list[dict[str, Any]]:
 @torch.no_grad()
 def test_logits_through_the_cache_are_transformers(models: dict[str, Path], name: str) -> None:
     """At every position, of two rows, with a first pass of one token and of several."""
-    other = theirs(models[name])
+    other = transformers.AutoModelForCausalLM.from_pretrained(models[name] / "out").eval()
     ready = Generation(GenerateConfig(ckpt_path=str(models[name] / "own")))
     ids = torch.randint(0, IDS, (2, 64), generator=torch.Generator().manual_seed(1))
     there = other(ids).logits

@@ -62,11 +62,6 @@ def rows_of(folder):
     ]
 
 
-def identifiers_of(folder):
-    """The run that each leg belongs to. Folders' names do not tell: two legs of one second differ there by a number."""
-    return [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
-
-
 def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     folder = tmp_path / "run"
     words = [*FEW, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
@@ -74,7 +69,8 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     first = services.read_run_id(folder, "wandb")
     train(folder, *words, "ckpt_path=last")
     assert services.read_run_id(folder, "wandb") == first
-    assert identifiers_of(folder) == [{first}, {first}]
+    identifiers = [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
+    assert identifiers == [{first}, {first}], "folders of two legs of one second would differ by a number"
     rows = rows_of(folder)
     losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
     assert losses == pytest.approx(metrics(folder)["train_loss"])
