@@ -38,5 +38,5 @@ def own(file):
 
 
 def merged(file):
-    """The same with those of its bases."""
+    """The keys and values that a file sets, with those of its bases."""
     return inherited(file) | own(file)

@@ -36,13 +36,13 @@ def pretended(config):
     return Plan("cpu", name, name, None, Pretended(config, name))
 
 
+def _plan(config, device):
+    return pretended(config) if config.precision.name.startswith("fp8") else resolve(config, device)
+
+
 def pretend(patch):
     """Until `patch` is undone, a precision of FP8 runs here."""
-
-    def plan(config, device):
-        return pretended(config) if config.precision.name.startswith("fp8") else resolve(config, device)
-
-    patch.setattr(fit, "resolve", plan)
+    patch.setattr(fit, "resolve", _plan)
 
 
 class Faults:
@@ -94,6 +94,7 @@ class NanWeight(Faults):
 
 
 def put(faults, patch):
+    """Have `faults` happen until `patch` is undone."""
     present = {}
     training_step = GPT2Module.training_step
 
