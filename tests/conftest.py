@@ -31,7 +31,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session")
 def hub() -> Iterator[Hub]:
-    """A hub with the data sets of `hub_runs.repos`."""
     from tests.data.hub import Hub
     from tests.data.hub_runs import repos
 
@@ -41,7 +40,6 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="session")
 def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A process that reads from it."""
     from tests.data.hub_runs import Client
 
     opened = Client(hub, tmp_path_factory.mktemp("hf"))

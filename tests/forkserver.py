@@ -92,7 +92,6 @@ def _is_python(words: object) -> bool:
 
 
 def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without what a shell, a test runner or a scheduler has set."""
     return {name: value for name, value in environment.items() if not name.startswith(_NOT_OURS)}
 
 
@@ -132,28 +131,14 @@ def _adopts_orphans() -> Iterator[None]:
         prctl(_SET_CHILD_SUBREAPER, 0)
 
 
-def run(
-    args: list[Any], *, timeout: float | None = None, capture_output: bool = False, check: bool = False, **options: Any
-) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run` of `[sys.executable, *words]`, forked. Takes the options of `Popen` besides."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(args, **options) as process:
-        try:
-            said = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(args, process.returncode, *said)
-    if check:
-        done.check_returncode()
-    return done
-
-
 def python(
-    *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input."""
+    *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, code: int | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run `python WORDS`, forked: `-m MODULE`, `-c CODE` or a file; `given` is what it reads on standard input.
+
+    Fails where it ends with another exit code than `code`.
+    """
     command = [str(word) for word in words]
     process = Popen(
         [sys.executable, *command], cwd=cwd, env=os.environ | environment, text=True, errors="surrogateescape",
@@ -166,4 +151,5 @@ def python(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, *process.communicate()) from None
+    assert code is None or process.returncode == code, "".join(said)
     return subprocess.CompletedProcess(command, process.returncode, *said)

@@ -91,9 +91,11 @@ def group_is_alive(group):
     return False
 
 
-def run(cwd, *words, patch="", timeout=90, **environment):
-    """The command line, to its end: exit code and output."""
-    return finish(start(cwd, *program(cwd, patch), *words, **environment), timeout)
+def run(cwd, *words, patch="", timeout=90, code=0, **environment):
+    """The output of the command line, run to its end; fails where it ends with another code."""
+    ended, output = finish(start(cwd, *program(cwd, patch), *words, **environment), timeout)
+    assert ended == code, output
+    return output
 
 
 def torchrun(cwd, options, *words, patch=""):

@@ -74,10 +74,10 @@ def command(*arguments, cwd, timeout=180, **environment):
     )  # fmt: skip
 
 
-def forked(*arguments, cwd, timeout=180, **environment):
+def forked(*arguments, cwd, **options):
     """The same in a process that has imported torch already: where no more is asked of it than to be another one."""
     ranks = "trainer=ddp" in arguments
-    return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, timeout=timeout, ranks=ranks, **environment)
+    return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, ranks=ranks, **options)
 
 
 def record_steps(monkeypatch):

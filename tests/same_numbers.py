@@ -70,14 +70,12 @@ NEW = {"hyper_parameters", "config", "optimizer"}  # keys of the state that only
 
 
 def run(tree: Path, folder: Path, *command: str) -> subprocess.Popen[str]:
-    """Start `command` in a tree, with one thread."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     out = (folder / "out").open("w")
     return subprocess.Popen([sys.executable, *command], cwd=tree, env=environment, stdout=out, stderr=out, text=True)
 
 
 def of_three_legs(tree: Path, folder: Path, words: list[str]) -> subprocess.Popen[str]:
-    """Start a run that is stopped twice, in one process."""
     return run(tree, folder, "-c", LEGS, str(folder / "run"), *words)
 
 
@@ -116,7 +114,6 @@ def of_a_continued_run(before: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 def differences(one: Any, other: Any, name: str) -> list[str]:
-    """Name what differs between two results, down to the innermost keys."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [d for key in keys for d in differences(one.get(key), other.get(key), f"{name}/{key}")]
@@ -124,7 +121,6 @@ def differences(one: Any, other: Any, name: str) -> list[str]:
 
 
 def main(commit: str) -> int:
-    """Compare this tree with `commit`; returns the exit code."""
     wrong: list[str] = []
     whole: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:

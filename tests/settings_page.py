@@ -63,7 +63,6 @@ def comments(cls: type) -> dict[str, str]:
 
 
 def kinds(hint: Any) -> str:
-    """What a key takes, in a user's words."""
     words = {int: "a whole number", float: "a number", bool: "true, false", str: "text", NoneType: "null"}
     parts = []
     for member, _ in kind_of(hint).members:

@@ -32,12 +32,8 @@ class Terminal:
             os.chdir(cwd)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            chosen = {
-                "TERM": "xterm-256color",
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                **(environment or {}),
-            }
+            chosen = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            chosen |= environment or {}
             clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
             os.execve(sys.executable, [sys.executable, *map(str, words)], clean | chosen)
         self.resize(columns)

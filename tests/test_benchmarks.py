@@ -16,7 +16,6 @@ FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=delayed"]
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A script's module, by name, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module

@@ -17,7 +17,6 @@ HOSTILE = "<script>alert(1)</script>|`x`\x1b[31m[a](http://x)"
 
 
 def pair(folder):
-    """A run in bf16 and one in FP8."""
     run(folder / "b", rows(lambda step: 3.0, validations={100: 4.0}), settings("bf16"))
     run(folder / "f", rows(lambda step: 3.3, seconds=0.25, validations={100: 4.4}), settings("fp8_hybrid"))
     return folder
@@ -33,11 +32,9 @@ def told(capsys, *argv, code=2):
 def test_real_sweeps_of_emulated_fp8_and_bf16(tmp_path):
     """Two seeds each, by the programs as they are typed."""
     for name, own in (("bf16", ["precision=bf16"]), ("fp8", ["precision.backend=emulated", "recipe=current"])):
-        done = forked("-m", *SMALL, "data.seed=0", "seed=1,2", f"run_name={name}", *own, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-m", "gpt2_fp8.compare", "runs=[outputs/bf16,outputs/fp8]", "--out", "cmp", "--json"]
-    done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        done = forked("-m", *SMALL, "data.seed=0", "seed=1,2", f"run_name={name}", *own, cwd=tmp_path, code=0)
+    compared = ["runs=[outputs/bf16,outputs/fp8]", "--out", "cmp", "--json"]
+    done = forkserver.python("-m", "gpt2_fp8.compare", *compared, cwd=tmp_path, code=0)
     found = json.loads(done.stdout)
     assert [row["condition"] for row in found["runs"]] == ["bf16", "fp8_hybrid"]
     validation = {row["condition"]: row for row in found["losses"] if row["loss"] == "validation"}
@@ -60,8 +57,7 @@ def test_the_files_and_what_is_printed(tmp_path, capsys):
     page = (tmp_path / "compare.html").read_text()
     assert "+10.00%</td>" in page
     assert 'src="data:image/png;base64,' in page
-    printed = json.loads(told(capsys, tmp_path, "--json", code=0))
-    assert printed["throughput"][1]["times_base"] == 2.0
+    assert json.loads(told(capsys, tmp_path, "--json", code=0))["throughput"][1]["times_base"] == 2.0
 
 
 def test_hostile_text_is_shown_and_not_obeyed(tmp_path, capsys):

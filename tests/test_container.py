@@ -16,20 +16,11 @@ def instructions():
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
 
-def commands():
-    """Each command of the RUN lines, in order."""
-    return [part.strip() for name, rest in instructions() if name == "RUN" for part in rest.split("&&")]
-
-
 def requirements():
     spec = importlib.util.spec_from_file_location("requirements", ROOT / "docker/requirements.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.requirements(PROJECT)
-
-
-def name_of(requirement):
-    return re.match(r"[\w.-]+", requirement)[0]
 
 
 def test_the_image_is_a_fixed_one():
@@ -39,8 +30,9 @@ def test_the_image_is_a_fixed_one():
 
 def test_no_line_lets_pip_choose_a_torch():
     """What is required is required without torch, and what requires torch is installed without dependencies."""
-    assert "torch" not in map(name_of, requirements())
-    lines = [shlex.split(command) for command in commands() if command.startswith("pip ")]
+    assert "torch" not in [re.match(r"[\w.-]+", requirement)[0] for requirement in requirements()]
+    commands = [part.strip() for name, rest in instructions() if name == "RUN" for part in rest.split("&&")]
+    lines = [shlex.split(command) for command in commands if command.startswith("pip ")]
     assert [line[:2] for line in lines] == [["pip", "install"]] * 2
     assert "-r" in lines[0]
     assert {"--no-deps", "--no-build-isolation", "."} <= set(lines[1])

@@ -36,8 +36,7 @@ def test_here(tmp_path):
 
 def test_a_torch_that_crashes_is_a_fact(tmp_path):
     (tmp_path / "broken/torch").mkdir(parents=True)
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    (tmp_path / "broken/torch/__init__.py").write_text(program)
+    (tmp_path / "broken/torch/__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     done = command("--quick", cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == doctor.NO_FP8
     assert "Traceback" not in done.stdout + done.stderr

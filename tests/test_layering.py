@@ -71,20 +71,13 @@ HOUSE = {
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "data.datamodule"],
     "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "measure.machine"],
-    "torchao": ["fp8.recipes", "compat.torchao"],
-    "flash_attn": ["compat.flash_attn"],
-    "huggingface_hub": ["data"],
-    "tokenizers": ["data.tokenizer"],
-    "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["reports.render", "schedule"],
-    "yaml": ["compose", "reports.sweep", "train.loggers"],
-    "mlflow": ["train.services"],
-    "tensorboard": ["train.loggers"],
-    "rich": ["callbacks.progress"],
-    "hydra": ["run", "evaluate", "compose", "compat.hydra_private"],
-    "joblib": ["compose.sweeps"],
+    "torchao": ["fp8.recipes", "compat.torchao"], "flash_attn": ["compat.flash_attn"], "huggingface_hub": ["data"],
+    "tokenizers": ["data.tokenizer"], "cuda": ["kernels.nvrtc"], "matplotlib": ["reports.render", "schedule"],
+    "yaml": ["compose", "reports.sweep", "train.loggers"], "mlflow": ["train.services"],
+    "tensorboard": ["train.loggers"], "rich": ["callbacks.progress"],
+    "hydra": ["run", "evaluate", "compose", "compat.hydra_private"], "joblib": ["compose.sweeps"],
     "submitit": ["compose.sweeps"],
-}
+}  # fmt: skip
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.

@@ -25,8 +25,7 @@ def test_the_programs_are_listed(arguments, capsys):
 
 def test_help_of_a_program(capsys, tmp_path):
     """In a process of its own, whose output the program prepares."""
-    done = forkserver.python("-m", "gpt2_fp8", "help", "export", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forkserver.python("-m", "gpt2_fp8", "help", "export", cwd=tmp_path, code=0)
     assert "Writes a checkpoint for transformers" in done.stdout
     assert __main__.main(["help", "exprot"]) == 2
     assert capsys.readouterr().err == "error: there is no program exprot\n  fix: gpt2-fp8 export\n"
@@ -53,14 +52,12 @@ def test_one_of_several_processes_says_it(words, capsys, monkeypatch):
 def test_each_program_says_our_version_and_has_a_help(name, tmp_path):
     done = forkserver.python("-m", f"gpt2_fp8.{name}", "--version", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"gpt2_fp8 {__version__}\n", "")
-    done = forkserver.python("-m", "gpt2_fp8", name, "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forkserver.python("-m", "gpt2_fp8", name, "--help", cwd=tmp_path, code=0)
     assert f"gpt2_fp8.{name}" in done.stdout
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("words", [["run", "modle=gpt2"], ["-m", "modle=gpt2,tiny"], ["~modle=gpt2"]])
 def test_words_are_a_runs_with_and_without_its_name(words, tmp_path):
-    done = forkserver.python("-m", "gpt2_fp8", *words, cwd=tmp_path)
-    assert done.returncode == 2
+    done = forkserver.python("-m", "gpt2_fp8", *words, cwd=tmp_path, code=2)
     assert "modle" in done.stderr

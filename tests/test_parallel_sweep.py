@@ -71,8 +71,7 @@ def swept(tmp_path_factory):
     for name in ("killed", "one"):
         (cwd / f"{name}.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     (cwd / "short.txt").write_text("To be")
-    files = "data.train_files=[short.txt],[killed.txt],[one.txt]"
-    process = start(cwd, *WORDS, *FILES, files)
+    process = start(cwd, *WORDS, *FILES, "data.train_files=[short.txt],[killed.txt],[one.txt]")
     output, _ = process.communicate(timeout=300)
     return cwd, process.returncode, output
 
@@ -117,7 +116,6 @@ def test_a_job_is_the_run_by_itself_bit_for_bit(swept):
 
 
 def alive(cwd):
-    """Return the processes that have `cwd` as their current folder, as a job and its worker have."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

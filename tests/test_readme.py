@@ -38,7 +38,6 @@ def blocks(document, language):
 
 
 def commands(document):
-    """The words of each command of the document's bash blocks."""
     for block in blocks(document, "bash"):
         for line in re.split(r"\n| && ", block.replace("\\\n", " ")):
             words = shlex.split(line, comments=True)
@@ -56,7 +55,6 @@ def rows(document, header):
 
 
 def names(text):
-    """What is in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -114,8 +112,7 @@ def test_the_first_commands_run(tmp_path, monkeypatch):
     """As the README has them, but for the length: its log's labels, its folder, its metrics, what is made of it."""
     few = ["trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4", "trainer.val_check_interval=2"]
     typed = [words for words in commands(README) if any(word.endswith(("=first", "/first")) for word in words)]
-    done = forked(*typed[0][len(RUN) :], *few, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forked(*typed[0][len(RUN) :], *few, cwd=tmp_path, code=0)
     folder = tmp_path / "outputs/first"
 
     shown, tree = (next(b for b in blocks(README, "text") if start in b) for start in ("] model ", "outputs/first/\n"))
@@ -150,8 +147,7 @@ def test_the_mistakes_shown_are_answered_so(page, tmp_path, monkeypatch):
 
 def test_the_tables_are_the_programs():
     assert documented("what-to-watch.md", "column") == set(FP8_COLUMNS)
-    summary = vars(Summary(precision={})).keys() - {"_began"}
-    assert documented("output.md", "keys") == summary
+    assert documented("output.md", "keys") == vars(Summary(precision={})).keys() - {"_began"}
     groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in conf_dir().iterdir() if path.is_dir()}
     listed = {names(row[0])[0]: set(names(row[1])) for row in rows(ROOT / "docs/settings.md", "group")}
     assert listed == {name: choices for name, choices in groups.items() if name != "hydra"}

@@ -4,23 +4,15 @@ import csv
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests import forkserver
+from tests.ranks import ALONE, start
 from tests.runs import SMALL, checkpoint, command, forked, metrics, summary
 
-ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-BAD = [
-    "lr=1 seed=-1 precision=fp16 optim.learing_rate=1e-3",
-    "data=text_files data.train_files=[nope.txt]",
-    "hydra.run.dir=file/run",
-]
+BAD = ["lr=1 seed=-1 precision=fp16 optim.learing_rate=1e-3", "data=text_files data.train_files=[nope.txt]"]
+BAD += ["hydra.run.dir=file/run"]
 
 
 @pytest.mark.parametrize("line", BAD)
@@ -49,10 +41,7 @@ LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_inte
 
 def interrupt(number, started, *arguments, cwd):
     """Send a signal once the file `started` is there; returns the exit code and what was printed."""
-    process = forkserver.Popen(
-        [sys.executable, "-m", "gpt2_fp8.run", *arguments],
-        cwd=cwd, env=os.environ | ALONE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    process = start(cwd, "-m", "gpt2_fp8.run", *arguments, ranks=False)
     try:
         until = time.monotonic() + 90
         while not started.exists() and process.poll() is None and time.monotonic() < until:
@@ -74,8 +63,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(tmp_path):
     assert (report["status"], report["exit_code"]) == ("stopped", 143)
     assert 0 < report["steps"] < 400
     assert checkpoint(folder, report["steps"]).is_dir()
-    done = forked(*LONG, "ckpt_path=last", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forked(*LONG, "ckpt_path=last", cwd=tmp_path, code=0)
     assert f"(step {report['steps']})" in done.stdout
     assert list(metrics(folder)["train_loss"]) == list(range(1, 401))
 
@@ -104,8 +92,7 @@ def rows_of(folder):
 
 
 def test_a_sweep_leaves_a_run_for_each_job_bit_for_bit_and_their_table(tmp_path):
-    done = forked("-m", *SWEPT, "run_name=sweep", "precision=fp32,bf16", "seed=1,2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forked("-m", *SWEPT, "run_name=sweep", "precision=fp32,bf16", "seed=1,2", cwd=tmp_path, code=0)
     sweep = tmp_path / "outputs/sweep"
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
     reports = [summary(sweep / str(job)) for job in range(4)]
@@ -119,8 +106,7 @@ def test_a_sweep_leaves_a_run_for_each_job_bit_for_bit_and_their_table(tmp_path)
     assert all(float(row["best_val_loss"]) == reports[int(row["job"])]["best_val_loss"] for row in rows)
     assert (sweep / "sweep.md").read_text().startswith("4 jobs: 4 completed")
     precision, seed = KINDS[3]
-    done = forked(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forked(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path, code=0)
     folder, single = sweep / "3", tmp_path / "outputs/single"
     for column in ("train_loss", "val_loss", "grad_norm"):
         assert metrics(folder)[column] == metrics(single)[column]

@@ -20,7 +20,6 @@ def said(capsys, *argv, code=0):
 
 
 def rows(text):
-    """The steps of a table with their rates, and with the words behind them."""
     parts = [line.split() for line in text.splitlines()]
     found = {int(p[0].replace(",", "")): (float(p[2]), " ".join(p[5:])) for p in parts if len(p) > 4 and p[4] == "%"}
     assert found
@@ -71,9 +70,7 @@ def test_epochs_are_counted(tmp_path, monkeypatch, capsys):
 def test_a_sweep_has_a_curve_a_job(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = said(capsys, "-m", *LONG, "optim.schedule=cosine,linear", "--picture", "p/a.png")
-    assert "\ncosine: peak" in text
-    assert "\nlinear: peak" in text
-    assert "picture: p/a.png" in text
+    assert all(words in text for words in ("\ncosine: peak", "\nlinear: peak", "picture: p/a.png"))
     image = imread(tmp_path / "p" / "a.png")
     assert image.shape[1] == 1200
     assert (image[..., :3] < 0.5).any(), "something is drawn"
@@ -81,8 +78,7 @@ def test_a_sweep_has_a_curve_a_job(tmp_path, monkeypatch, capsys):
 
 def test_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    err = said(capsys, "optim.lrr=3", "trainer.max_stepz=4", code=2)
-    assert err.count("error: ") == 2
+    assert said(capsys, "optim.lrr=3", "trainer.max_stepz=4", code=2).count("error: ") == 2
     (tmp_path / "file").touch()
     assert "file" in said(capsys, *LONG, "--picture", "file/a.png", code=1)
     with pytest.raises(SystemExit) as ended:

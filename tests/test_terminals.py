@@ -54,8 +54,7 @@ def test_the_first_command_into_a_pipe_says_what_its_log_has_and_nothing_that_is
     report = summary(tmp_path / "outputs/first")
     assert f"val_loss {report['last_val_loss']:.4f}" in losses[-1]
     assert losses[0].endswith("  best")
-    again = forked(*words, cwd=tmp_path)
-    assert again.returncode == 2
+    again = forked(*words, cwd=tmp_path, code=2)
     assert "already holds a run, saved up to step-00000012" in again.stderr
     assert summary(tmp_path / "outputs/first") == report, "as the run that has the name left it"
 

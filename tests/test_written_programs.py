@@ -6,16 +6,12 @@ import re
 from tests.forkserver import ROOT
 
 IMPORT = re.compile(r"from (gpt2_fp8(?:\.\w+)*) import (\w+)|import (gpt2_fp8(?:\.\w+)+)")
-WRITTEN_WRONG = {
-    "tests/compat/test_private_parts.py",
-    "tests/test_layering.py",
-    "tests/test_written_programs.py",
-}  # imports that are to be refused
+# Imports that are to be refused.
+WRITTEN_WRONG = {f"tests/{name}.py" for name in ("compat/test_private_parts", "test_layering", "test_written_programs")}
 FILES = [path for path in sorted((ROOT / "tests").rglob("*.py")) if str(path.relative_to(ROOT)) not in WRITTEN_WRONG]
 
 
 def names_of(path):
-    """What a module defines or imports at its top."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.If):  # TYPE_CHECKING: names that are imported when they are asked for
             yield from (alias.asname or alias.name for inside in node.body for alias in getattr(inside, "names", ()))

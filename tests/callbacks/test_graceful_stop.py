@@ -30,18 +30,16 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
 
 
 def program(folder, action):
-    """The command of a run that calls a function of this module in step 5."""
-    code = (
+    """What follows `python` for a run that calls a function of this module in step 5."""
+    return "-c", (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
         "from tests.callbacks import test_graceful_stop as t\n"
         f"t.run({str(folder)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.{action})])"
     )
-    return [sys.executable, "-c", code]
 
 
 def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
-    done = forkserver.run(program(tmp_path, "hang_twice"), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 143, done.stderr
+    done = forkserver.python(*program(tmp_path, "hang_twice"), cwd=tmp_path, timeout=60, code=143)
     assert "the step goes on" not in done.stdout
     assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
 
@@ -58,7 +56,7 @@ def hang_twice():
 
 def test_a_second_signal_ends_a_process_whose_main_thread_runs_no_python(tmp_path):
     """As in the backward of a large model on a CPU; here for minutes."""
-    command = program(tmp_path, "multiply")
+    command = [sys.executable, *program(tmp_path, "multiply")]
     with forkserver.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "multiplying\n"

@@ -62,11 +62,8 @@ def test_what_was_drawn_before_a_run_makes_no_difference(tmp_path, whole):
     assert_same(tmp_path, whole)
 
 
-LEGS = {
-    "long-loader": {"length": 1000},
-    "loader-as-long-as-the-run": {"length": 12},
-    "written-in-the-step": {"asynchronous": False},
-}
+LEGS = {"long-loader": {"length": 1000}, "loader-as-long-as-the-run": {"length": 12}}
+LEGS |= {"written-in-the-step": {"asynchronous": False}}
 
 
 @pytest.mark.parametrize("options", LEGS.values(), ids=LEGS)
@@ -114,8 +111,7 @@ def test_crash(tmp_path, whole, hook, step, validated):
 def test_best_between_intervals_is_resumable(tmp_path, whole):
     with pytest.raises(Crash):
         run(tmp_path, every=0, callbacks=[At("on_train_batch_start", 6, crash)])
-    checkpoint = tmp_path / "checkpoints" / "step-00000004"
-    assert list(pointers.steps(tmp_path / "checkpoints").values()) == [checkpoint]
+    assert list(pointers.steps(tmp_path / "checkpoints").values()) == [tmp_path / "checkpoints" / "step-00000004"]
     module, _, _ = run(tmp_path)
     assert module.validated == [8, 12]
     assert_same(tmp_path, whole)

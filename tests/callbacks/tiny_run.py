@@ -171,12 +171,10 @@ def rows(folder):
 
 
 def kill(signum):
-    """An action for `At`: the process sends itself a signal."""
     return lambda: os.kill(os.getpid(), signum)
 
 
 def main():
-    """What the command line at the top does."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     signum = getattr(signal, sys.argv[2])
     hooks = [At("on_train_batch_start", int(sys.argv[3]), kill(signum))] if rank == ranks - 1 else []

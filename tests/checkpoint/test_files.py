@@ -19,19 +19,11 @@ def checkpoint(step=3):
     generator = torch.Generator().manual_seed(step)
     weight, moment = torch.randn(2, 6, 4, generator=generator).unbind()
     return {
-        "epoch": 0,
-        "global_step": step,
-        "callbacks": {"held too": weight},
+        "epoch": 0, "global_step": step, "callbacks": {"held too": weight},
         "state_dict": {"wte.weight": weight, "h.0.bias": torch.randn(4, generator=generator), "head.weight": weight},
-        "optimizer_states": [
-            {
-                "state": {0: {"exp_avg": moment}},
-                "param_groups": [{"betas": (0.9, 0.95)}],
-            }
-        ],
-        "rng": [{"torch": generator.get_state()}],
-        "loops": {"nan": float("nan"), 7: 2**80},
-    }
+        "optimizer_states": [{"state": {0: {"exp_avg": moment}}, "param_groups": [{"betas": (0.9, 0.95)}]}],
+        "rng": [{"torch": generator.get_state()}], "loops": {"nan": float("nan"), 7: 2**80},
+    }  # fmt: skip
 
 
 def assert_reads_as(path, expected):
@@ -70,11 +62,8 @@ def test_round_trip_and_layout(saved):
     assert "precision" not in manifest
     without = {"state_dict": {"w": torch.zeros(2)}, "optimizer_states": [], "precision": {"ran": "fp8_hybrid"}}
     files.write(saved.parent / "c", without)
-    assert {path.name for path in (saved.parent / "c").iterdir()} == {
-        "model.safetensors",
-        "state.json",
-        "manifest.json",
-    }
+    left = {path.name for path in (saved.parent / "c").iterdir()}
+    assert left == {"model.safetensors", "state.json", "manifest.json"}
     assert files.read(saved.parent / "c")["optimizer_states"] == []
     assert files.read_manifest(saved.parent / "c")["precision"] == "fp8_hybrid"
     assert manifest["files"] == {

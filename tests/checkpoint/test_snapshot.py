@@ -14,12 +14,9 @@ def test_a_snapshot_writes_what_the_original_would_have_written():
     buffer = torch.arange(12.0)
     value = {
         "tied": [weight, torch.nn.Parameter(weight.detach()), (weight.detach(),)],
-        "views": {"a": buffer[:6], "b": buffer[3:9], "transposed": weight.t()},
-        "empty": torch.empty(0, 3),
-        "bf16": torch.ones(2, dtype=torch.bfloat16),
-        "ordered": OrderedDict(x=1, y=[{"z": None}]),
-        7: float("nan"),
-    }
+        "views": {"a": buffer[:6], "b": buffer[3:9], "transposed": weight.t()}, "empty": torch.empty(0, 3),
+        "bf16": torch.ones(2, dtype=torch.bfloat16), "ordered": OrderedDict(x=1, y=[{"z": None}]), 7: float("nan"),
+    }  # fmt: skip
     (before, tensors), copied = tree.flatten(value), Snapshots().take(value)
     (after, copies) = tree.flatten(copied)
     assert str(after) == str(before)  # as text: NaN is not equal to itself

@@ -90,8 +90,7 @@ def test_training_goes_on_while_the_disk_writes_and_may_change_everything(writer
     gate.set()
     writer.wait()
     kept = files.read(pointers.resolve("last", writer.folder))
-    assert kept["state_dict"]["w"].tolist() == [1.0] * 8
-    assert kept["optimizer_states"] == []
+    assert (kept["state_dict"]["w"].tolist(), kept["optimizer_states"]) == ([1.0] * 8, [])
 
 
 def test_a_second_save_waits_for_the_first_and_says_so_once(writer, monkeypatch, caplog):

@@ -53,7 +53,6 @@ def own_names(tree):
 
 
 def root(node):
-    """The name at the beginning of `a.b.c`, or None."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -111,7 +110,6 @@ def test_a_private_part_is_seen():
 
 
 def pins():
-    """What pyproject.toml asks for, by the library's name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everything = [
         *project["dependencies"],

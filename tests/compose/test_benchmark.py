@@ -12,11 +12,6 @@ from gpt2_fp8.config.keys import meanings
 from gpt2_fp8.measure.case import Case, Result
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def cases(*argv, gpu=True):
     _, configs = preflight(list(argv), gpu)
     return [
@@ -33,8 +28,7 @@ def problems(*argv, gpu=True):
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_file_the_schema_and_the_help_name_the_same_keys(gpu):
-    names = {field.name for field in fields(BenchConfig)}
-    assert set(defaults(gpu)) == names == set(meanings(BenchConfig))
+    assert set(defaults(gpu)) == {field.name for field in fields(BenchConfig)} == set(meanings(BenchConfig))
 
 
 def test_without_a_word():

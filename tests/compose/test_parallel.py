@@ -18,7 +18,6 @@ LAUNCHER = {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.Job
 
 @pytest.fixture(autouse=True)
 def four_gpus(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(gpu_locks.tempfile, "gettempdir", lambda: str(tmp_path))
     gpu_locks._uuids.cache_clear()

@@ -88,11 +88,6 @@ hydra.run.dir=/dev/null -> hydra.run.dir
 """
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def refusals(line):
     with pytest.raises(UserError) as caught:
         preflight(shlex.split(line))

@@ -10,13 +10,7 @@ from gpt2_fp8.config import errors
 LAUNCH = ["-m", "hydra/launcher=slurm"]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def launcher(*words):
-    """The launcher's parameters, as Hydra gives them to its class."""
     with open_catalog() as catalog:
         return OmegaConf.to_container(catalog.compose(["hydra/launcher=slurm", *words]).hydra.launcher, resolve=True)
 

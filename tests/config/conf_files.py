@@ -27,12 +27,10 @@ def bases(file):
 
 
 def inherited(file):
-    """The keys and values of all its bases."""
     return {f"{prefix}{key}": value for base, prefix in bases(file) for key, value in merged(base).items()}
 
 
 def own(file):
-    """The keys and values that a file sets by itself."""
     content = yaml.safe_load((conf_dir() / file).read_text())
     content.pop("defaults", None)
     content.pop("hydra", None)
@@ -40,5 +38,5 @@ def own(file):
 
 
 def merged(file):
-    """The same with those of its bases."""
+    """The keys and values that a file sets, with those of its bases."""
     return inherited(file) | own(file)

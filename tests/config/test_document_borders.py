@@ -10,7 +10,6 @@ from tests.data.token_files_made import LLAMA_3, llm_c, nano, some_ids
 
 @pytest.fixture
 def files(tmp_path):
-    """A file of each kind, by name."""
     ids = some_ids(4000)
     made = {"nano": nano(tmp_path / "nano.bin", ids), "llm_c": llm_c(tmp_path / "llm_c.bin", ids)}
     made["wide"] = nano(tmp_path / "wide.bin", ids, "<u4")
@@ -55,6 +54,5 @@ def test_a_mixture_of_text_and_files_that_begin_with_it_is_refused(files):
 
 
 def test_llama_3s_files_of_llm_c_are_refused(files):
-    found = problem("data=token_files", *words(files["llama"]))
-    assert "documents begin with <|begin_of_text|>" in found.cause
+    assert "documents begin with <|begin_of_text|>" in problem("data=token_files", *words(files["llama"])).cause
     assert preflight(["data=token_files", *words(files["llama"])])

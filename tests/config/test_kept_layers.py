@@ -40,8 +40,7 @@ def test_names_add_up():
     assert parts("blocks.0.qkv", "blocks.0.projection", "blocks.0.mlp")[0] == ALL_PARTS
     both = parse_kept(["head", "first", "*.mlp"], 3)
     assert both.head
-    assert both.in_fp8(0) == NONE
-    assert both.in_fp8(1) == {"qkv", "projection"}
+    assert (both.in_fp8(0), both.in_fp8(1)) == (NONE, {"qkv", "projection"})
     assert (partly(both), split_mlp(both)) == ("blocks.1", None)
     assert split_mlp(parse_kept(["blocks.2.fc1"], 3)) == "blocks.2"
 

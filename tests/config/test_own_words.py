@@ -21,11 +21,6 @@ def typed(line):
     return Typed(tuple(shlex.split(line)), Path.cwd())
 
 
-def words_of(command):
-    assert command.startswith(f"{RUN} ")
-    return shlex.split(command)[3:]
-
-
 def test_a_run_is_continued_where_it_is(tmp_path):
     line = typed("model=gpt2 run_name=x init_from=y trainer.max_steps=5")
     folder = tmp_path / "outputs/x"
@@ -53,7 +48,9 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
 def test_twice_as_long_goes_on(line, ended_by, steps, words):
     (config,) = preflight(shlex.split(line))
     assert twice_as_long(config, ended_by, steps) == words
-    (longer,) = preflight(words_of(continue_command(typed(line), Path.cwd() / "outputs/x", words)))
+    command = continue_command(typed(line), Path.cwd() / "outputs/x", words)
+    assert command.startswith(f"{RUN} ")
+    (longer,) = preflight(shlex.split(command)[3:])
     assert all(end > steps for end in limits(longer).values())
 
 

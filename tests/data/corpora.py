@@ -56,7 +56,6 @@ def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, 
 
 
 def write_jsonl(path: Path, texts: list[Any]) -> Path:
-    """A line {"text": ...} for each of `texts`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -65,7 +64,6 @@ def write_jsonl(path: Path, texts: list[Any]) -> Path:
 
 
 def mixture(sources: dict[str, Any], weights: dict[str, float] | None = None, seed: int = 7) -> MixtureData:
-    """A mixture of these configurations."""
     return MixtureData(name="mixture", kind="mixture", seed=seed, weights=weights, sources=sources)
 
 
@@ -82,15 +80,11 @@ def three(tmp_path: Path, workers: int = 0, **changes: Any) -> MixtureData:
     """`a` of 40 units and two lanes, `b` of one unit, and `c` of token ids, in unequal shares."""
     rng = np.random.default_rng(3)
     path = nano(tmp_path / "c.bin", np.where(rng.random(900) < 0.01, 256, ord("c")))
-    sources = {
-        "a": letters(tmp_path, "a", 40, num_workers=workers),
-        "b": letters(tmp_path, "b", 1),
-        "c": ids_config(path, seed=1),
-    }
+    sources = {"a": letters(tmp_path, "a", 40, num_workers=workers), "b": letters(tmp_path, "b", 1)}
+    sources["c"] = ids_config(path, seed=1)
     return mixture(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, **changes)
 
 
 def sources_of(ids: np.ndarray) -> np.ndarray:
-    """Which letter each sequence is of."""
     assert all(len(set(row[row < 256].tolist())) == 1 for row in ids), "a sequence is of one source"
     return np.array([chr(row[row < 256][0]) for row in ids])

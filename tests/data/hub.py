@@ -64,8 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = self.rfile.read(length)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self._answer(json.loads(body) if body else None)
 
     def _answer(self, body: dict | None = None) -> None:

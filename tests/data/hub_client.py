@@ -19,7 +19,6 @@ from gpt2_fp8.data import hub
 
 
 def main(changes: dict[str, object], steps: int) -> dict[str, object]:
-    """Train on `steps` items of the data set that `changes` describe."""
     from tests.data.corpora import items, module  # imports torch; a worker imports this file, and is to do without
 
     values: dict[str, object] = {

@@ -18,7 +18,6 @@ CHANGED = "the text changed under this run"
 
 
 def change(path: Path) -> None:
-    """Other text of the same size."""
     about = path.stat()
     path.write_text(path.read_text().replace("<", "["))
     assert path.stat().st_size == about.st_size
@@ -30,7 +29,6 @@ def file_of(made: Any, unit: int) -> Path:
 
 
 def begun(made: Any, steps: int) -> list[int]:
-    """The units that `steps` steps come to, in order."""
     out: list[int] = []
     for item in made.train_dataloader():
         out += item["cursor"]["units"]
@@ -92,11 +90,9 @@ def test_a_checkpoint_without_digests_goes_on(many_units: Path) -> None:
     del state["digests"]
     again = module(config, max_steps=60)
     again.load_state_dict(state)
-    rest = items(again, 20)
-    assert all(np.array_equal(a, b) for a, b in zip(rest, whole[40:], strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(items(again, 20), whole[40:], strict=True))
     assert again.state_dict()["digests"]["train"] != made.state_dict()["digests"]["train"]  # of what it has read since
-    late = module(config, max_steps=60)
-    late.load_state_dict(again.state_dict())
+    module(config, max_steps=60).load_state_dict(again.state_dict())
 
 
 def test_validation_text_is_held_to_what_it_was(many_units: Path) -> None:

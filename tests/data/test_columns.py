@@ -26,12 +26,8 @@ pytestmark = pytest.mark.whole
 GOOD = [json.dumps({"text": f"row {i}\n" + "wörd " * (i % 9), "meta": i}) for i in range(60)]
 ODD_TEXTS = ['{"text": 5}', '{"text": ["a", "b"]}', '{"text": {"a": "b"}}', '{"text": null}', '{"other": "x"}']
 ODD_LINES = [
-    '{"text": ',
-    "[1]",
-    '{"text": "\\ud800 lone"}',
-    '{"text": "x", "meta": {"b": []}}',
-    '{"text": "", "meta": "s"}',
-]
+    '{"text": ', "[1]", '{"text": "\\ud800 lone"}', '{"text": "x", "meta": {"b": []}}', '{"text": "", "meta": "s"}',
+]  # fmt: skip
 
 
 def file(*lines: str) -> bytes:
@@ -78,8 +74,7 @@ def test_what_is_no_text_is_skipped_and_counted_alike(
 ) -> None:
     there, here = both(hub, client, tmp_path, files)
     assert there.get("sha") == here["sha"], there
-    assert there["report"]["documents"] == here["documents"]
-    assert there["report"]["reading"]["retries"] == 0
+    assert (there["report"]["documents"], there["report"]["reading"]["retries"]) == (here["documents"], 0)
 
 
 WRONG = {
@@ -112,14 +107,10 @@ def arrow(texts: list[str]) -> bytes:
 
 
 OTHERS = {
-    "jsonl.gz": gzip.compress(file(*GOOD)),
-    "json.bz2": bz2.compress(file(*GOOD)),
-    "ndjson": file(*GOOD),
-    "json": json.dumps([json.loads(line) for line in GOOD], indent=1).encode(),
-    "txt": file(*TEXTS),
-    "arrow": arrow(TEXTS),
-    "csv": ("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS))).encode(),
-}
+    "jsonl.gz": gzip.compress(file(*GOOD)), "json.bz2": bz2.compress(file(*GOOD)), "ndjson": file(*GOOD),
+    "json": json.dumps([json.loads(line) for line in GOOD], indent=1).encode(), "txt": file(*TEXTS),
+    "arrow": arrow(TEXTS), "csv": ("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS))).encode(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -165,17 +156,14 @@ def test_a_row_group_takes_one_request_and_its_own_bytes(hub: Hub, client: Clien
 
 def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) -> None:
     answer = client.ask({**WEB, "val_sequences": 12})
-    assert answer["sha"] == expected(web_units(3))
-    assert answer["report"]["units"] == 27
-    assert answer["report"]["source"]["commit"] == hub.commit("Org/web")
-    assert answer["val"] == 12
+    assert (answer["sha"], answer["report"]["units"]) == (expected(web_units(3)), 27)
+    assert (answer["report"]["source"]["commit"], answer["val"]) == (hub.commit("Org/web"), 12)
     assert answer["report"]["reading"]["retries"] == 0
 
 
 def test_compressed_lines_through_workers(client: Client) -> None:
     answer = client.ask({**PAJAMA, "num_workers": 1})
-    assert answer["sha"] == expected(HUB_TEXTS)
-    assert answer["workers"] == 1
+    assert (answer["sha"], answer["workers"]) == (expected(HUB_TEXTS), 1)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(200)]
 
 
 def read(source: Any, units: list[Unit]) -> tuple[list[str], DocumentCounts]:
-    """The documents of `units` as they are trained on, and their counts."""
     encoding, documents, total = load_tokenizer("bytes"), [], DocumentCounts()
     for unit in units:
         counts = DocumentCounts()
@@ -35,7 +34,6 @@ def read(source: Any, units: list[Unit]) -> tuple[list[str], DocumentCounts]:
 
 
 def write(path: Path, texts: list[Any]) -> Path:
-    """`texts` in the format that the name's ending asks for."""
     lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": pa.array(texts), "n": [1] * len(texts)}), path, row_group_size=30)

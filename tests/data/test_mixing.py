@@ -13,7 +13,6 @@ from gpt2_fp8.data.order import LARGEST, MAX_LANES, Deal, Mixing, lanes_of_share
 
 
 def depth(sources: int) -> int:
-    """The depth of the tree of so many sources."""
     return (sources - 1).bit_length()
 
 
@@ -43,8 +42,7 @@ def test_every_window_of_a_column_has_the_weights(
 def test_the_order_is_fixed() -> None:
     # Part of the format: a checkpoint's mixture is made again from its seed by later releases.
     assert Mixing([7, 3], 4, 1337).sources(0, 5).tolist() == FIXED
-    other = Mixing([7, 3], 4, 1338).sources(0, 5).tolist()
-    assert other != FIXED
+    assert Mixing([7, 3], 4, 1338).sources(0, 5).tolist() != FIXED
 
 
 FIXED = [[0, 0, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
@@ -70,10 +68,8 @@ def test_weights_become_whole_numbers_of_their_proportion(weights: list[float]) 
 
 
 def test_weights_are_taken_as_they_are_written() -> None:
-    assert whole_numbers([0.7, 0.3]) == [7, 3]
-    assert whole_numbers([1, 1, 2]) == [1, 1, 2]
-    assert whole_numbers([380e9, 20e9]) == [19, 1]
-    assert whole_numbers([0.1, 0.2, 0.7]) == [1, 2, 7]
+    assert (whole_numbers([0.7, 0.3]), whole_numbers([1, 1, 2])) == ([7, 3], [1, 1, 2])
+    assert (whole_numbers([380e9, 20e9]), whole_numbers([0.1, 0.2, 0.7])) == ([19, 1], [1, 2, 7])
 
 
 @settings(max_examples=100, deadline=None)

@@ -17,10 +17,7 @@ from tests.data.corpora import files_config, items, module, rank_batches, three,
 
 
 def test_lane_count() -> None:
-    assert lane_count(480, 1000) == 16
-    assert lane_count(480, 200) == 12
-    assert lane_count(7, 1000) == 7
-    assert lane_count(8, 31) == 1
+    assert (lane_count(480, 1000), lane_count(480, 200), lane_count(7, 1000), lane_count(8, 31)) == (16, 12, 7, 1)
     assert lane_count(13 * 17, 1000) == 13
 
 
@@ -131,10 +128,8 @@ def test_changed_data_is_refused_with_each_difference(many_units: Path) -> None:
     late = module(files_config(many_units, seed=8))
     with pytest.raises(UserError) as told:
         late.load_state_dict(state)
-    assert [p.cause.split(": ")[1].split(" was")[0] for p in told.value.problems] == [
-        "the training text (its checksum)",
-        "seed",
-    ]
+    changed = [p.cause.split(": ")[1].split(" was")[0] for p in told.value.problems]
+    assert changed == ["the training text (its checksum)", "seed"]
     early = TokenDataModule(
         files_config(many_units), n_positions=16, global_batch_size=8, micro_batch_size=4, max_steps=20
     )

@@ -25,7 +25,6 @@ def prepared(config: Any, steps: int | None) -> Preparation:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Unit]:
-    """The units that pools were asked for."""
     found: set[Unit] = set()
     ask = UnitPool.ask
     monkeypatch.setattr(UnitPool, "ask", lambda self, unit: (found.add(unit), ask(self, unit))[1])
@@ -33,14 +32,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Unit]:
 
 
 def taken(asked: set[Unit]) -> set[Unit]:
-    """What was asked for since the last call."""
     found = set(asked)
     asked.clear()
     return found
 
 
 def cached(tmp_path: Path, name: str, config: Any) -> Any:
-    """A mixture's source, or one alone, with a cache."""
     return replace(config, cache_dir=str(tmp_path / f"cache-{name}"))
 
 
@@ -75,8 +72,7 @@ def test_all_of_the_text_is_every_unit_once(tmp_path: Path, many_units: Path, as
     assert taken(asked) == {*corpus.train, *corpus.val}
     assert made.tokenised == 140 - 2, "two were read for the first module"
     again = prepared(config, None)
-    assert again.tokenised == 0
-    assert again.kept == made.kept
+    assert (again.tokenised, again.kept) == (0, made.kept)
     assert again.kept["", "training"].documents.read + again.kept["", "validation"].documents.read == 350
 
 

@@ -22,10 +22,8 @@ TEXT = "Hällo\x00 wörld\n\t<|endoftext|> 日本 \U0001f600"
 def test_bytes_round_trip() -> None:
     encoding = load_tokenizer("bytes")
     ids = encode(encoding, TEXT)
-    assert encoding.n_vocab == 257
-    assert encoding.eot_token == 256
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == list(TEXT.encode())
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    assert (ids.dtype, ids.tolist()) == (np.uint16, list(TEXT.encode()))
     assert ids.tolist() == encoding.encode_ordinary(TEXT)  # the short cut gives what the encoding itself gives
     assert encoding.decode(ids.tolist()) == TEXT
 

@@ -27,8 +27,7 @@ WORDS = ["?", "a", "b", "c", "."]
 def test_llama3s_ranks_give_the_ids_of_hugging_faces_own_conversion(tmp_path: Path) -> None:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    path = write_ranks(tmp_path / "tokenizer.model")
-    converted = TikTokenConverter(vocab_file=str(path)).converted()
+    converted = TikTokenConverter(vocab_file=str(write_ranks(tmp_path / "tokenizer.model"))).converted()
     tokenizer = load_file(str(tmp_path))
     assert tokenizer.encode_ordinary(TEXT) == converted.encode(TEXT, add_special_tokens=False).ids
     assert set(tokenizer.encode_ordinary(TEXT)) & set(range(256, len(RANKS))), "tokens are merged"
@@ -105,8 +104,7 @@ def test_a_byte_level_tokenizer_keeps_the_ids_that_it_gave_to_pieces(
 
 
 def test_text_goes_through_data_and_cache_by_the_files_content(tmp_path: Path) -> None:
-    texts = ["a b c . " * 40 for _ in range(20)]
-    corpus = write_jsonl(tmp_path / "a.jsonl", texts)
+    corpus = write_jsonl(tmp_path / "a.jsonl", ["a b c . " * 40 for _ in range(20)])
     folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
 
     def batches() -> list[Any]:

@@ -16,7 +16,6 @@ RANKS = [*(bytes([value]) for value in range(256)), *MERGED]
 
 
 def write_ranks(path: Path, ranks: list[bytes] = RANKS) -> Path:
-    """Write a rank file: a token in base64 and its rank on each line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks)))
     return path
@@ -83,10 +82,7 @@ def _byte_level(prefix: bool) -> Tokenizer:
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "llama": _llama,
-    "metaspace, first": lambda: _metaspace("first"),
-    "metaspace, always": lambda: _metaspace("always"),
-    "unigram": lambda: _metaspace("always", models.Unigram()),
-    "bytes": lambda: _byte_level(False),
-    "bytes, with a blank in front": lambda: _byte_level(True),
-}
+    "llama": _llama, "metaspace, first": lambda: _metaspace("first"),
+    "metaspace, always": lambda: _metaspace("always"), "unigram": lambda: _metaspace("always", models.Unigram()),
+    "bytes": lambda: _byte_level(False), "bytes, with a blank in front": lambda: _byte_level(True),
+}  # fmt: skip

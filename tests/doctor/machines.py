@@ -42,10 +42,8 @@ def cpu(**changed):
 def gb10(**changed):
     """ARM64, capability 12.1, without Transformer Engine."""
     own = {"machine": "aarch64", "gpus": [("NVIDIA GB10", "12.1")], "capability": "12.1"}
-    missing = {
-        "libraries": libraries(transformer_engine=None, flash_attn_4=None),
-        "runs": runs("not installed", "torchao"),
-    }
+    without = libraries(transformer_engine=None, flash_attn_4=None)
+    missing = {"libraries": without, "runs": runs("not installed", "torchao")}
     return replace(H200, **(own | missing | changed))
 
 

@@ -24,12 +24,9 @@ class Gradients:
     def __init__(self, room):
         self.room, self.asked, self.discarded = room, [], 0
         self.scaling = SimpleNamespace(
-            agree=lambda: self.asked.append(AGREE),
-            unchanged=nullcontext,
-            ready=False,
-            take=lambda: False,
+            agree=lambda: self.asked.append(AGREE), unchanged=nullcontext, ready=False, take=lambda: False,
             remember=lambda: undo,
-        )
+        )  # fmt: skip
 
     def _try(self, what, size):
         self.asked.append((what, size))
@@ -62,8 +59,7 @@ def test_a_calibration_that_does_not_fit_is_the_first_to_halve():
         of.find_scales(IDS)
     of.in_own_precision(IDS, undo)
     tried = [("calibrate", 8), ("calibrate", 4), ("calibrate", 2), AGREE]
-    assert gradients.asked == [*tried, ("gradients", 2), AGREE]
-    assert gradients.discarded == 2
+    assert (gradients.asked, gradients.discarded) == ([*tried, ("gradients", 2), AGREE], 2)
 
 
 @pytest.mark.parametrize("what", ["calibrate", "gradients"])
@@ -74,8 +70,7 @@ def test_ranks_agree_once_all_have_succeeded(monkeypatch, what):
     gradients = Gradients(room=8)
     of = attempts(gradients)
     of.find_scales(IDS) if what == "calibrate" else of.in_own_precision(IDS, undo)
-    assert gradients.asked == [(what, 8), (what, 4), AGREE]
-    assert gradients.discarded == 1
+    assert (gradients.asked, gradients.discarded) == ([(what, 8), (what, 4), AGREE], 1)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +158,7 @@ def test_64_steps_in_bf16_take_the_room_of_cuda_graphs_before_they_become_smalle
     gradients.room = room
     of.in_bf16(IDS, many=many)
     assert gradients.asked == [*asked, AGREE]
-    assert of.training.size == 4
-    assert of.state_dict().get("fits_in_bf16", 4) == fits
+    assert (of.training.size, of.state_dict().get("fits_in_bf16", 4)) == (4, fits)
 
 
 @pytest.mark.parametrize(("saved", "expected"), [(4, 4), (3, None), (None, None)])

@@ -38,8 +38,7 @@ def noise(n, mean=3.0, std=0.05, seed=0):
 def test_a_good_run_says_nothing():
     it = made()
     run(it, *noise(1000))
-    assert it.report() == {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
-    assert it.lines == []
+    assert (it.report(), it.lines) == ({"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}, [])
 
 
 def test_a_rerun_is_counted_and_breaks_the_row():
@@ -128,6 +127,5 @@ def test_after_a_rollback_what_happened_is_not_replaced_by_the_checkpoints():
     happened = it.report()
     it.start_again()
     it.load_state_dict(older.state_dict())
-    assert it.report() == happened
-    assert it.state_dict()["statistics"] == older.state_dict()["statistics"]
+    assert (it.report(), it.state_dict()["statistics"]) == (happened, older.state_dict()["statistics"])
     run(it, BAD, BAD, start=151)  # the row has begun anew

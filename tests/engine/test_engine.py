@@ -43,12 +43,8 @@ class Plain(Reference):
         return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
 
 
-def planned(config):
-    return Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
-
-
 def build(config, plan=None, backward=torch.Tensor.backward, **options):
-    plan = plan or planned(config)
+    plan = plan or Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
     model = plan.backend.build(VOCAB)
     initialise(model, config.seed)
     return Gradients(plan, model, plan.backend.scaling(model), backward, **options)
@@ -59,13 +55,10 @@ def batch(sequences=8):
 
 
 def step(of, autocast=False, seed=7):
-    """Loss and gradients by name of one optimizer step on `batch()`."""
-
     of.plan.backend.autocast = autocast
     torch.manual_seed(seed)
     of.model.zero_grad(set_to_none=True)
-    loss = of.of_step(batch(), MICRO)
-    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+    return of.of_step(batch(), MICRO), {name: p.grad for name, p in of.model.named_parameters()}
 
 
 def assert_bit_equal(one, other):
@@ -141,13 +134,10 @@ def test_a_calibration_that_begins_again_finds_the_same_scales():
 
 
 def again(of, autocast=False):
-    """Loss and gradients by name of `batch()`, computed again."""
-
     backend = of.plan.backend
     backend.autocast = autocast
     of.model.zero_grad(set_to_none=True)
-    loss = of.of_step_in_bf16(batch(), MICRO)
-    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+    return of.of_step_in_bf16(batch(), MICRO), {name: p.grad for name, p in of.model.named_parameters()}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

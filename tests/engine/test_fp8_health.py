@@ -97,8 +97,7 @@ def test_stored_amaxes_are_those_of_the_sampled_pass():
     delayed = training_step(EMULATED, "optim.lr=1e-6")
     delayed(ids(0))
     delayed.settle()
-    health = FP8Health(delayed)
-    stored = {h.tensor: h.amax for h in health.read()}
+    stored = {h.tensor: h.amax for h in FP8Health(delayed).read()}
     current = training_step(EMULATED, "optim.lr=1e-6", "recipe=current", "micro_batch_size=8")
     current(ids(0))
     current.settle()

@@ -15,8 +15,7 @@ def test_counts_are_numpys(shape):
     expected, _ = np.histogram(values, bins=histograms.BINS, range=(-1, 1))
     assert sum(found.counts) == tensor.numel()
     assert np.abs(np.array(found.counts) - expected).sum() <= 2, "float32 may put a number on an edge beside it"
-    assert found.amax == tensor.abs().max().item()
-    assert found.norm == pytest.approx(tensor.norm().item())
+    assert (found.amax, found.norm) == (tensor.abs().max().item(), pytest.approx(tensor.norm().item()))
     assert found.sum == pytest.approx(tensor.sum().item(), abs=1e-4)
     assert (found.edges[0], found.edges[-1]) == (-found.amax, found.amax)
 
@@ -39,7 +38,6 @@ def test_the_squares_of_millions_of_numbers_are_summed_to_float64():
 def test_what_is_not_finite_is_left_out_and_zeros_are_not():
     tensors = [torch.tensor([1.0, torch.nan]), torch.tensor([torch.inf, 0.0]), torch.zeros(4), torch.ones(2)]
     found = histograms.read(["nan", "inf", "zeros", "ones"], "gradient", histograms.count(tensors), divisor=0.5)
-    assert [stats.name for stats in found] == ["zeros", "ones"]
-    assert sum(found[0].counts) == 4
+    assert ([stats.name for stats in found], sum(found[0].counts)) == (["zeros", "ones"], 4)
     assert (np.diff(found[0].edges) > 0).all(), "TensorBoard wants edges that rise"
     assert found[1].norm == pytest.approx(2 * 2**0.5), "before clipping by a half"

@@ -80,8 +80,7 @@ def test_the_matrices_of_the_blocks_are_muons_and_nothing_else(mlp, tied_head):
 
 def test_rates_are_the_users():
     model = build()
-    both = build_optimizer(model, OPTIM, CHOICE).param_groups
-    assert [group["lr"] for group in both] == [OPTIM.lr] * 3
+    assert [group["lr"] for group in build_optimizer(model, OPTIM, CHOICE).param_groups] == [OPTIM.lr] * 3
     own = build_optimizer(model, OPTIM, replace(CHOICE, matrix_lr=0.5)).param_groups
     assert [group["lr"] for group in own] == [OPTIM.lr, OPTIM.lr, 0.5]
     assert [group["weight_decay"] for group in own] == [0.1, 0.0, 0.1]

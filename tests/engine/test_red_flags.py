@@ -10,18 +10,9 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.schema import DelayedRecipe, StatelessRecipe
+from gpt2_fp8.engine import red_flags
 from gpt2_fp8.engine.fp8_health import Health
-from gpt2_fp8.engine.red_flags import (
-    QUARTER,
-    QUIET,
-    RECENT,
-    SETTLED,
-    WAITS,
-    FP8RedFlags,
-    RunWatch,
-    plateau,
-    spike_limit,
-)
+from gpt2_fp8.engine.red_flags import QUIET, SETTLED, FP8RedFlags, RunWatch
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -161,22 +152,21 @@ def test_a_loss_that_stays_high_is_said_once_in_a_while():
 
 def test_a_plateau_is_said_and_a_slow_fall_is_not():
     flat = [*curve(60), *(3.9 + random.Random(i).gauss(0, 0.005) for i in range(140))]
-    said = [line for line in watched(flat) if "has not fallen" in line]
-    assert len(said) >= 1
-    assert plateau(curve(2000)) is None
-    assert plateau([3.0] * (4 * QUARTER - 1)) is None, "too early to say"
-    assert plateau([3.0] * 4 * QUARTER) == (3.0, 3.0)
+    assert len([line for line in watched(flat) if "has not fallen" in line]) >= 1
+    assert red_flags.plateau(curve(2000)) is None
+    assert red_flags.plateau([3.0] * (4 * red_flags.QUARTER - 1)) is None, "too early to say"
+    assert red_flags.plateau([3.0] * 4 * red_flags.QUARTER) == (3.0, 3.0)
 
 
 def test_the_warm_up_and_what_is_not_finite_are_not_judged():
     assert watched([5.0] * (WARM_UP - 1) + [50.0]) == []
     assert watched([math.nan] * 50) == []
-    assert spike_limit([3.0] * (RECENT - 1)) is None
+    assert red_flags.spike_limit([3.0] * (red_flags.RECENT - 1)) is None
 
 
 def test_waiting_for_data_names_its_key():
     assert watched(curve(40), [0.04] * 40) == []
     assert watched(curve(40), [0.04, 0.3, 0.3, 0.3, 0.3] * 8) == [], "now and then is no reason"
-    (said,) = watched(curve(40), [0.0] * 10 + [0.12] * WAITS)
+    (said,) = watched(curve(40), [0.0] * 10 + [0.12] * red_flags.WAITS)
     assert said == "step 15: 12% of the time is spent waiting for data; data.num_workers=8 (now 4)"
     compose.preflight([said.split("; ")[1].split()[0]])

@@ -13,8 +13,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 def optimizer_of(parameters, lr=LR, betas=BETAS, seed=1):
     keys = {parameter: Keys.of(seed, str(i)) for i, parameter in enumerate(parameters)}
-    group = {"params": parameters, "lr": lr, "betas": betas, "eps": EPS, "weight_decay": DECAY}
-    return SmallAdamW([group], keys)
+    return SmallAdamW([{"params": parameters, "lr": lr, "betas": betas, "eps": EPS, "weight_decay": DECAY}], keys)
 
 
 def weights(shape=(80, 70), seed=0):

@@ -90,8 +90,7 @@ def test_only_matrices_decay_and_adamw_has_the_numbers_of_the_settings():
     optimizer = build_optimizer(model, replace(OPTIM, lr=3e-4, beta1=0.8, beta2=0.97, eps=1e-7))
     names = {id(p): name for name, p in model.named_parameters()}
     decayed, plain = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+    assert (optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"]) == (0.1, 0.0)
     assert all(name.endswith("weight") and "layer_norm" not in name for name in decayed)
     assert all("bias" in name or "layer_norm" in name for name in plain)
     assert sorted(decayed + plain) == sorted(names.values())

@@ -24,7 +24,6 @@ STEPS = 120  # of a tiny run
 
 
 def state(step):
-    """A checkpoint in which every number is its step."""
     tensor = torch.full((SIZE,), float(step))
     return {"state_dict": {"w": tensor}, "optimizer_states": [{"m": -tensor}], "global_step": step}
 

@@ -21,7 +21,6 @@ TEXT = "some words of a document, and some more; "
 
 
 def refusal(config: Any, **changes: Any) -> str:
-    """What is said where a configuration's text is refused."""
     with pytest.raises(UserError) as told:
         items(module(config, **changes), 3)
     assert all(part.isprintable() for problem in told.value.problems for part in problem[:2])

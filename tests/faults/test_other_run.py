@@ -12,7 +12,6 @@ SHORT = ["trainer.max_steps=6", "trainer.val_check_interval=6", "callbacks.check
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A run of six steps that has ended after four."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     train_until(4, folder, *SHORT)
     return checkpoint(folder, 4)
@@ -20,7 +19,6 @@ def begun(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The same run in one piece: its steps, and its log."""
     return recorded(tmp_path_factory.mktemp("whole") / "run", *SHORT)
 
 

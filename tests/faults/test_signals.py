@@ -143,8 +143,7 @@ def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     train_until(6, tmp_path / "killed")
-    again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM)
-    assert again.returncode == 2
+    again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, code=2, **SLURM)
     assert "already holds a run" in again.stderr
     again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM, SLURM_RESTART_COUNT="1")
     assert again.returncode == 0, again.stderr
@@ -158,12 +157,10 @@ BATCH = SLURM | {"ENVIRONMENT": "BATCH"}  # what sbatch adds, for everything tha
 
 
 def test_44_a_run_without_a_name_goes_on_in_the_next_turn_of_its_job(tmp_path):
-    first = forked(*SMALL, cwd=tmp_path, **BATCH)
-    assert first.returncode == 0, first.stderr
+    first = forked(*SMALL, cwd=tmp_path, code=0, **BATCH)
     (folder,) = (tmp_path / "outputs").iterdir()
     assert f"SLURM may start this job again: run_name={folder.name}, which lasts as long as it" in first.stdout
-    again = forked(*SMALL[::-1], cwd=tmp_path, **BATCH, SLURM_RESTART_COUNT="1")
-    assert again.returncode == 0, again.stderr
+    again = forked(*SMALL[::-1], cwd=tmp_path, code=0, **BATCH, SLURM_RESTART_COUNT="1")
     assert "already complete: step 12 of 12 is saved" in again.stdout
     assert list((tmp_path / "outputs").iterdir()) == [folder]
 

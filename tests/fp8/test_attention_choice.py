@@ -12,12 +12,9 @@ from gpt2_fp8.fp8.resolve import BACKENDS, check_attention, fallen_back, plain_p
 from gpt2_fp8.layers import attention, sdpa
 
 WORDS = {
-    "reference": ["precision=bf16"],
-    "te": ["precision.backend=te"],
-    "fused": [],
-    "emulated": ["precision.backend=emulated"],
-    "torchao": ["precision.backend=torchao"],
-}
+    "reference": ["precision=bf16"], "te": ["precision.backend=te"], "fused": [],
+    "emulated": ["precision.backend=emulated"], "torchao": ["precision.backend=torchao"],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +35,7 @@ def can(monkeypatch):
 
 def made(name, kernel, device="cuda", *words):
     (config,) = compose.preflight(["model=gpt2", "trainer=gpu", *WORDS[name], *words])
-    ran = "bf16" if name == "reference" else "fp8_hybrid"
-    return BACKENDS[name](replace(config, attention=kernel), ran, device)
+    return BACKENDS[name](replace(config, attention=kernel), "bf16" if name == "reference" else "fp8_hybrid", device)
 
 
 TAKEN = {"te": "sdpa cudnn flash te"} | dict.fromkeys(("reference", "torchao", "emulated"), "sdpa cudnn flash")
@@ -95,11 +91,9 @@ def test_a_plan_with_a_kernel_that_cannot_run_is_refused(can):
 
 def test_a_document_mask_takes_transformer_engines_layers_with_torchs_attention():
     (config,) = compose.preflight(["model=gpt2", "trainer=gpu", "document_mask=true"])
-    said = backend_support.why_not_fused(config)
-    assert said == "their attention has no mask, and this is document_mask=true"
+    assert backend_support.why_not_fused(config) == "their attention has no mask, and this is document_mask=true"
     made_te = BACKENDS["te"](config, "fp8_hybrid", "cuda")
-    assert made_te.kernel == "sdpa"
-    assert made_te.family().kernel == "sdpa"
+    assert (made_te.kernel, made_te.family().kernel) == ("sdpa", "sdpa")
 
 
 def test_kernels_are_named(monkeypatch):

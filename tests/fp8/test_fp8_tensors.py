@@ -64,8 +64,7 @@ def test_each_tensor_has_its_place_in_transformer_engines_state():
 
 def test_a_history_of_one_row_is_cleared_and_the_scale_tells_the_amax():
     made = model()
-    forward = made.head.fp8_meta["scaling_fwd"]
-    forward.amax_history = torch.zeros(1, 3)
+    made.head.fp8_meta["scaling_fwd"].amax_history = torch.zeros(1, 3)
     (stored,) = read(made, [FP8Tensor("head", "weight", E4M3)], 1).values()
     assert (stored.scale, stored.amax, stored.age) == (320.0, pytest.approx(448 / 320), 0)
 

@@ -24,8 +24,7 @@ RECIPES = {"delayed": DELAYED, "auto": AutoRecipe(name="auto", delayed=DELAYED)}
 @pytest.fixture(scope="module")
 def base():
     (composed,) = compose.preflight(["model=gpt2"])
-    assert composed.model.n_positions == POSITIONS
-    assert composed.cuda_graphs == "auto"
+    assert (composed.model.n_positions, composed.cuda_graphs) == (POSITIONS, "auto")
     return composed
 
 
@@ -43,14 +42,10 @@ def config(base):
                 name=precision, keep_bf16=[], backend=backend, fast_accumulation=fast, fallback=fallback,
             )  # fmt: skip
         return replace(
-            base,
-            precision=chosen,
-            recipe=RECIPES.get(recipe) or StatelessRecipe(name=recipe),
-            model=replace(base.model, dropout=dropout),
-            trainer=replace(base.trainer, **(trainer or {})),
-            micro_batch_size=micro_batch_size,
-            **keys,
-        )
+            base, precision=chosen, recipe=RECIPES.get(recipe) or StatelessRecipe(name=recipe),
+            model=replace(base.model, dropout=dropout), trainer=replace(base.trainer, **(trainer or {})),
+            micro_batch_size=micro_batch_size, **keys,
+        )  # fmt: skip
 
     return build
 
@@ -160,16 +155,12 @@ def test_other_generations_have_transformer_engines_layers(config, monkeypatch, 
 
 
 OPTIONS = {
-    "dropout, and model.dropout=0.1": {"dropout": 0.1},
-    "RMSNorm": {"norm": "rms_norm"},
-    "SwiGLU MLP": {"mlp": "swiglu"},
-    "RoPE": {"positions": "rope"},
-    "RoPE, no scaled RoPE": {"positions": "rope", "rope_scaling": 8.0},
-    "grouped-query attention": {"n_kv_head": 4},
-    "head size other than n_embd / n_head": {"head_size": 128},
-    "QK-norm": {"qk_norm": True},
+    "dropout, and model.dropout=0.1": {"dropout": 0.1}, "RMSNorm": {"norm": "rms_norm"},
+    "SwiGLU MLP": {"mlp": "swiglu"}, "RoPE": {"positions": "rope"},
+    "RoPE, no scaled RoPE": {"positions": "rope", "rope_scaling": 8.0}, "grouped-query attention": {"n_kv_head": 4},
+    "head size other than n_embd / n_head": {"head_size": 128}, "QK-norm": {"qk_norm": True},
     "head that is not tied to the embedding": {"tied_head": False},
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("hopper")
@@ -242,8 +233,7 @@ def test_emulated_layers_have_the_recipe_and_the_formats(config, recipe, scaled)
     family = made.family()
     assert (family.how.recipe, family.scales is not None) == (recipe, scaled)
     assert family.how.forward == family.how.gradient == torch.float8_e4m3fn
-    said = {"layers": "FP8 emulated in plain torch", "attention": "torch's flash kernel"}
-    assert made.kernels(257) == said
+    assert made.kernels(257) == {"layers": "FP8 emulated in plain torch", "attention": "torch's flash kernel"}
 
 
 def test_emulated_layers_are_compiled_on_a_gpu_that_converts(config, monkeypatch):

@@ -45,8 +45,7 @@ def test_the_border_of_0_is_the_casts(dtype):
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     border = torch.tensor([smallest / 2, math.nextafter(smallest / 2, 1) * (1 + 2**-20)])
     assert cast_saturating(border, dtype).float().tolist() == [0, smallest]
-    x = border.repeat(16)[:, None]
-    assert figures(x, dtype, "delayed", torch.tensor(1.0))[3] == 0.5
+    assert figures(border.repeat(16)[:, None], dtype, "delayed", torch.tensor(1.0))[3] == 0.5
 
 
 @BOTH

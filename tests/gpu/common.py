@@ -73,8 +73,7 @@ def loss_of(model, fused):
 def tokens(batch=16, seed=0, n_positions=256):
     """Zipf-like token ids [batch, n_positions + 1], int32: a few frequent, many rare, as in text."""
     generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(batch, n_positions + 1, generator=generator)
-    return (VOCAB**uniform - 1).int().cuda()
+    return (VOCAB ** torch.rand(batch, n_positions + 1, generator=generator) - 1).int().cuda()
 
 
 def calibrated(backend, recipe="delayed", precision="fp8_hybrid", ids=None, **settings):
@@ -129,8 +128,7 @@ def grads(model):
 def step(engine, seed, n_positions=128, size=None):
     """Loss and gradients of an optimizer step of what is `prepared`, without its update."""
     engine.model.zero_grad(set_to_none=True)
-    loss = engine.of_step(tokens(12, seed, n_positions), size or engine.micro_batch_size)
-    return loss.item(), grads(engine.model)
+    return engine.of_step(tokens(12, seed, n_positions), size or engine.micro_batch_size).item(), grads(engine.model)
 
 
 def gradients(model, ids, fused, context, first=None, scale=1.0, upstream=1.0):
@@ -154,7 +152,6 @@ def error(ours, expected):
 
 
 def assert_same_tensors(ours, expected):
-    """Gradients, or a state of FP8, bit for bit."""
     assert ours.keys() == expected.keys()
     assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
 

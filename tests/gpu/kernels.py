@@ -24,7 +24,6 @@ WHERE = {
 
 
 def __getattr__(name):
-    """A function of a kernel's module, imported when it is called."""
     module = next((module for module, names in WHERE.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(name)
@@ -48,7 +47,6 @@ def use(implementation, monkeypatch):
 
 
 def normal(*shape, seed=0, dtype=torch.bfloat16):
-    """Standard normal values [shape] on the device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
@@ -63,7 +61,6 @@ def large_normal(*shape, seed=0):
 
 
 def need(gibibytes):
-    """Skip where less GPU memory is free."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
         pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
@@ -134,7 +131,6 @@ def assert_written(slot, exact, noise, q, qt=None, rel=1e-5):
 
 
 def column_sums(partial):
-    """The kernel's column sums of `partial` [P, N], float64."""
     out = torch.full(partial.shape[1:], float("nan"), device=DEVICE)
     __getattr__("reduce_columns")(partial, out, add=False)
     return out.double()

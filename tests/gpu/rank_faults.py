@@ -62,13 +62,9 @@ def note():
 def _what_it_came_to(step):
     scales = state.capture(step.model)
     return {
-        "step": step.schedule.last_epoch,
-        "loss": step._last.read().loss,
-        "again": step._last.first is not None,
-        "tensors": len(scales),
-        "scales": _digest(scales.values()),
-        "weights": _digest(step.model.parameters()),
-    }
+        "step": step.schedule.last_epoch, "loss": step._last.read().loss, "again": step._last.first is not None,
+        "tensors": len(scales), "scales": _digest(scales.values()), "weights": _digest(step.model.parameters()),
+    }  # fmt: skip
 
 
 def _digest(tensors):

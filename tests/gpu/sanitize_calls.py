@@ -10,21 +10,11 @@ import itertools
 
 import torch
 
-from gpt2_fp8.kernels import (
-    cast,
-    cross_entropy,
-    embedding,
-    gelu,
-    layer_norm,
-    nvrtc,
-    probabilities,
-    softmax_cast,
-    weight_gradient,
-)
+from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, nvrtc, probabilities, weight_gradient
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
 from gpt2_fp8.kernels.product import Operands, fits, product_gelu, product_gelu_backward
-from gpt2_fp8.kernels.softmax_cast import product_logits
+from gpt2_fp8.kernels.softmax_cast import product_logits, softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
 
@@ -73,8 +63,8 @@ def norms() -> None:
 def softmaxes() -> None:
     for rows, vocab_size, columns in [(16, 1, 16), (48, 257, 400), (144, 160, 160), (16, 8193, 8320)]:
         logits, wanted = values(rows, columns), targets(rows, vocab_size)
-        _, exponents = softmax_cast.softmax_statistics(logits, wanted, vocab_size)
-        q, _ = softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size)
+        _, exponents = softmax_statistics(logits, wanted, vocab_size)
+        q, _ = softmax_gradient_cast(logits, wanted, exponents, vocab_size)
         weight, inputs = (values(count, 272).to(E4M3) for count in (columns, rows))
         gradient, of_loss = (q, number(0.1)), number(0.4)
         target_rows(logits, wanted, exponents, gradient, of_loss, (weight, number(0.2)), (inputs, number(0.3)))

@@ -30,7 +30,6 @@ CASES = [
 
 
 def kernels_of(work):
-    """The names of the GPU's kernels that `work` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()

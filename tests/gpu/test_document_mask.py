@@ -25,8 +25,7 @@ def ids(seed=0):
 
 def found(*words):
     engine = prepared(*words)
-    loss = engine.of_step(ids(), engine.micro_batch_size)
-    return engine, loss.item(), grads(engine.model)
+    return engine, engine.of_step(ids(), engine.micro_batch_size).item(), grads(engine.model)
 
 
 @pytest.mark.parametrize("layers", [pytest.param(name, marks=MARKS.get(name.partition(",")[0], [])) for name in LAYERS])

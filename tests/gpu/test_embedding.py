@@ -13,12 +13,9 @@ VOCABULARY = 300
 SHAPES = [(1, 1, 16), (1, 31, 48), (2, 16, 64), (3, 11, 768), (1, 129, 1600), (5, 96, 272), (3, 1408, 16)]
 # lengths of the runs that sorted ids make: chunks have 32 places, four of which are handled together
 RUNS = [
-    [32, 32, 32],
-    [31, 1, 32, 33, 31, 64],
-    [1] * 40 + [24, 3, 200],
-    [5, 123, 32, 31, 2, 31, 300, 7],
+    [32, 32, 32], [31, 1, 32, 33, 31, 64], [1] * 40 + [24, 3, 200], [5, 123, 32, 31, 2, 31, 300, 7],
     [97, 1, 1, 1, 60, 4, 28, 3],
-]
+]  # fmt: skip
 
 
 def integers(*shape, seed=0, dtype=torch.bfloat16):
@@ -82,8 +79,7 @@ def test_embed_passes_on_what_is_not_finite():
 @pytest.mark.parametrize(("batch", "tokens", "columns"), SHAPES)
 def test_gradient(batch, tokens, columns, kind):
     vocabulary = VOCABULARY if kind != "different" else max(VOCABULARY, batch * tokens)
-    ids = ids_of(kind, batch, tokens, vocabulary)
-    assert_exact(integers(batch, tokens, columns), ids, vocabulary)
+    assert_exact(integers(batch, tokens, columns), ids_of(kind, batch, tokens, vocabulary), vocabulary)
 
 
 @pytest.mark.parametrize("lengths", RUNS)

@@ -112,7 +112,6 @@ def test_scales_follow_transformer_engines_over_a_history():
 
 
 def run(ids, backend="emulated", **settings):
-    """A calibrated model's loss and gradients of one forward and backward, uncompiled, and the model."""
     model, fp8 = calibrated(backend, ids=ids, **settings)
     loss, ours = gradients(model, ids, backend == "fused", fp8.forward_context, True)
     return loss, ours, model

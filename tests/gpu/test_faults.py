@@ -21,12 +21,9 @@ from tests.runs import assert_equal, assert_same_checkpoint, checkpoint, metrics
 pytestmark = pytest.mark.fp8
 
 ROADS = {
-    "delayed": (["precision.backend=te"], ON_GPU),
-    "current": (["recipe=current"], ON_GPU),
-    "fused": (FUSED, ON_GPU),
-    "graphs": (GRAPHS, ON_GPU),
-    "bf16": ([], IN_BF16),
-}
+    "delayed": (["precision.backend=te"], ON_GPU), "current": (["recipe=current"], ON_GPU), "fused": (FUSED, ON_GPU),
+    "graphs": (GRAPHS, ON_GPU), "bf16": ([], IN_BF16),
+}  # fmt: skip
 OURS = ("fused", "graphs")
 IN_FP8 = [pytest.param(road, marks=hopper if road in OURS else ()) for road in ROADS if road != "bf16"]
 EVERY_ROAD = [*IN_FP8, "bf16"]

@@ -71,8 +71,7 @@ def test_every_small_bfloat16():
 def test_extreme_values_forward(dtype):
     largest = torch.finfo(torch.bfloat16).max
     h = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
-    given = torch.tensor([0.0, -0.0, largest, -largest, float("inf"), 100.0, -100.0, 1e-30, float("nan")])
-    h[-1, -9:] = given.to(h)
+    h[-1, -9:] = torch.tensor([0.0, -0.0, largest, -largest, float("inf"), 100.0, -100.0, 1e-30, float("nan")]).to(h)
     q = gelu_cast(h, slot_of(dtype))
     got = q[-1, -9:].float()
     most, rounded = LARGEST[dtype], torch.tensor(100.0).to(dtype).item()

@@ -16,7 +16,6 @@ def batch(seed, sequences=12):
 
 
 def built(graphed, *overrides):
-    """What computes a run's gradients in fused layers, with CUDA graphs or without."""
     engine = prepared(f"cuda_graphs={str(graphed).lower()}", *overrides)
     assert (engine.plan.backend.name, engine.plan.backend.graphs) == ("fused", graphed)
     if graphed:
@@ -25,9 +24,7 @@ def built(graphed, *overrides):
 
 
 def step(engine, ids):
-    """Loss and gradients of an optimizer step without its update."""
-    loss = engine.of_step(ids, engine.micro_batch_size)
-    return loss.item(), grads(engine.model)
+    return engine.of_step(ids, engine.micro_batch_size).item(), grads(engine.model)
 
 
 def assert_same_steps(ours, expected):

@@ -23,8 +23,7 @@ def test_counts_are_the_cpus_and_nothing_waits():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     (gpu,), (cpu,) = (histograms.read(["x"], "weight", found) for found in (counted, histograms.count([tensor])))
-    assert sum(gpu.counts) == tensor.numel()
-    assert gpu.amax == cpu.amax
+    assert (sum(gpu.counts), gpu.amax) == (tensor.numel(), cpu.amax)
     assert max(abs(a - b) for a, b in zip(gpu.counts, cpu.counts, strict=True)) <= 10, "numbers on an edge"
     assert gpu.squares == pytest.approx(cpu.squares, rel=1e-5)
 

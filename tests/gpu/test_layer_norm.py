@@ -17,8 +17,7 @@ EPSILON = 1e-5
 
 
 def parameters(n):
-    weight = normal(n, seed=2, dtype=torch.float32) * 0.2 + 1
-    return weight, normal(n, seed=3, dtype=torch.float32) * 0.1
+    return normal(n, seed=2, dtype=torch.float32) * 0.2 + 1, normal(n, seed=3, dtype=torch.float32) * 0.1
 
 
 def exact_norm(x, weight, bias):
@@ -119,7 +118,6 @@ def test_saturates(dtype):
 
 
 def exact_backward(dy, x, weight, residual):
-    """Gradients of x, weight and bias in float64, by autograd."""
     given = [tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight))]
     exact_norm(*given).backward(dy.double())
     dx, *others = (tensor.grad for tensor in given)

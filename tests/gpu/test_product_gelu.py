@@ -32,7 +32,6 @@ def whole(shape, dtype=E4M3, seed=0):
 
 
 def exact_product(operands):
-    """a b^T in float64."""
     a, b, *units = operands
     return a.double() @ b.double().t() * units[0].double() * units[1].double()
 
@@ -55,7 +54,6 @@ def codes_of(h):
 
 
 def slope_of(slopes):
-    """What codes mean, float64."""
     return (slopes.double() - CODE_OF_ZERO) / CODES
 
 

@@ -96,8 +96,7 @@ def test_more_elements_than_int32_counts():
     m, n, k, vocab_size = 65600, 50304, 128, 50257
     operands = whole((m, n, k))
     weight = operands.b.float().t() * (operands.a_scale_inv * operands.b_scale_inv)
-    references = torch.full((m,), 20.0, device=DEVICE)
-    q, qt, sums, _ = made_of(operands, references, vocab_size)
+    q, qt, sums, _ = made_of(operands, torch.full((m,), 20.0, device=DEVICE), vocab_size)
     for start in range(0, m, 8200):
         part = slice(start, start + 8200)
         u = (operands.a[part].float() @ weight * LOG2E - 9.0).exp2()
@@ -118,8 +117,7 @@ def a_head(m=448, n=3072, k=256, vocab_size=3001):
     a[:, 0] = torch.randint(4, 9, (m,), device=DEVICE, generator=generator).float()
     b[:, 0] = torch.linspace(8, -8, n, device=DEVICE).round()  # small ids are likely
     operands = Operands(a.to(E4M3), b.to(E4M3), *(torch.full((1,), unit, device=DEVICE) for unit in (0.25, 0.125)))
-    uniform = torch.rand(m, device=DEVICE, generator=generator)
-    targets = (vocab_size**uniform - 1).long()
+    targets = (vocab_size ** torch.rand(m, device=DEVICE, generator=generator) - 1).long()
     targets[::7] = -1
     return operands, targets
 
@@ -158,8 +156,7 @@ def test_rows_match_float64(z_loss, room):
     scale_inv = loss_weight / 2**EXPONENT / 0.9972
     known, aside = probability_rows(made, references, targets, loss_weight, scale_inv, room, z_loss)
     expected_far = [3, 100, 101, 447][:room]
-    assert aside.found.item() == 4
-    assert aside.rows[: len(expected_far)].tolist() == expected_far
+    assert (aside.found.item(), aside.rows[: len(expected_far)].tolist()) == (4, expected_far)
     assert aside.targets[: len(expected_far)].tolist() == targets[expected_far].tolist()
     assert torch.all(aside.targets[len(expected_far) :] == -1)
     here = targets >= 0

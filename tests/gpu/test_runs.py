@@ -36,8 +36,7 @@ def test_a_run_in_fp8_says_so_logs_its_speed_and_learns_as_one_in_bf16(tmp_path,
     train(tmp_path / "bf16", base=IN_BF16)
     report = summary(tmp_path / "fp8")
     assert report["status"] == "completed"
-    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0}
-    assert report["precision"] == told
+    assert report["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0}
     assert report["peak_memory_gb"] > 0
     table, expected = metrics(tmp_path / "fp8"), metrics(tmp_path / "bf16")
     assert table["train_loss"][12] < table["train_loss"][1] - 0.1

@@ -21,11 +21,9 @@ def state():
         "tied": [weight, torch.nn.Parameter(weight), (weight.detach(),)],
         "views": [weight.t(), weight[3:, ::2], weight[7]],
         "conjugate": torch.randn(9, dtype=torch.complex64, device="cuda").conj(),
-        "step": torch.tensor(5.0, device="cuda"),
-        "empty": torch.empty(0, 3, device="cuda"),
-        "host": torch.arange(4),
+        "step": torch.tensor(5.0, device="cuda"), "empty": torch.empty(0, 3, device="cuda"), "host": torch.arange(4),
         "number": 7,
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -56,7 +56,6 @@ class FakeLibrary:
 
 
 def plain(argument):
-    """The number that an argument is or points to."""
     argument = getattr(argument, "_obj", argument)
     return argument.data[0] if isinstance(argument, cublaslt.Algorithm) else getattr(argument, "value", argument)
 
@@ -120,8 +119,7 @@ def test_a_plan_serves_other_tensors_and_bias_is_an_epilogue(library, dtype):
     given, biases = [operands(out=dtype) for _ in range(2)], [aligned((N,), torch.bfloat16) for _ in range(2)]
     for each, bias in zip(given, biases, strict=True):
         gemm.matmul(*each, bias=bias, fast_accumulate=True)
-    assert len(library.searches) == 1
-    assert library.seen_by_search[8] == (biases[0].data_ptr(), 8)
+    assert (len(library.searches), library.seen_by_search[8]) == (1, (biases[0].data_ptr(), 8))
     for each, bias, product in zip(given, biases, library.products, strict=True):
         _, attributes, _, at_a, _, at_b, *_ = product
         assert (at_a, at_b) == (each[1].data_ptr(), each[0].data_ptr())
@@ -152,8 +150,7 @@ def test_what_differs_in_kind_has_its_own_plan(library):
     moved = operands()
     moved[0] = aligned((M, K), E4M3, offset=16)
     gemm.matmul(*moved)
-    assert library.preference[5] == (16, 4)
-    assert len(library.searches) == 11
+    assert (library.preference[5], len(library.searches)) == ((16, 4), 11)
 
 
 @pytest.mark.parametrize(("when", "status"), [("search", 15), ("product", 13)])

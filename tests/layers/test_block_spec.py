@@ -11,8 +11,7 @@ SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
 
 
 def test_gpt2s_block():
-    assert SPEC.norm == Norm("layer_norm", 1e-5)
-    assert SPEC.heads == Heads(n_head=4, n_kv_head=4, size=64)
+    assert (SPEC.norm, SPEC.heads) == (Norm("layer_norm", 1e-5), Heads(n_head=4, n_kv_head=4, size=64))
     assert SPEC.mlp == MLP("gelu", 1024)
     assert (SPEC.positions, SPEC.tied, SPEC.bias, SPEC.dropout) == ("learned", True, True, 0.0)
 
@@ -24,8 +23,7 @@ def test_every_key_reaches_the_description():
         rope_original_positions=8192, tied_head=False, bias=False, dropout=0.1,
     )  # fmt: skip
     spec = block_spec(config)
-    assert spec.norm == Norm("rms_norm", 1e-6)
-    assert spec.heads == Heads(n_head=4, n_kv_head=2, size=6, qk_norm=True)
+    assert (spec.norm, spec.heads) == (Norm("rms_norm", 1e-6), Heads(n_head=4, n_kv_head=2, size=6, qk_norm=True))
     assert (spec.mlp, spec.mlp.projected) == (MLP("swiglu", 48), 96)
     assert spec.positions == RoPE(5e5, 32.0, Bands(1.0, 4.0, 8192))
     assert (spec.tied, spec.bias, spec.dropout) == (False, False, 0.1)

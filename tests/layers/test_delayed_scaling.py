@@ -19,7 +19,6 @@ def settings(history=4, margin=0, most_recent=False, gradient=torch.float8_e5m2)
 
 
 def scales(forward=2, gradient=1, **keys):
-    """Scales of a model of a few FP8 tensors, in training."""
     made = Scales(settings(**keys))
     for _ in range(forward):
         made.reserve("forward")
@@ -56,9 +55,7 @@ def test_places_are_counted_by_direction_whatever_the_order():
     places = [of.reserve(direction) for direction in ("forward", "gradient", "forward", "gradient", "forward")]
     assert places == [("forward", 0), ("gradient", 0), ("forward", 1), ("gradient", 1), ("forward", 2)]
     of.allocate(torch.device("cpu"))
-    assert of.largest.tolist() == [E4M3] * 3 + [E5M2] * 2
-    assert of.history.shape == (4, 5)
-    assert of.scale.tolist() == [1.0] * 5
+    assert (of.largest.tolist(), of.history.shape, of.scale.tolist()) == ([E4M3] * 3 + [E5M2] * 2, (4, 5), [1.0] * 5)
     assert torch.count_nonzero(of.history) == 0
     assert_reciprocal(of)
 
@@ -123,8 +120,7 @@ def test_most_recent_or_a_history_of_one_step_takes_the_last_step_alone(keys):
     for magnitudes in ((8, 1, 16), (2, 4, 1)):
         step(of, *magnitudes)
     of.begin(True)
-    assert of.scale.tolist() == [E4M3 / 2, E4M3 / 4, E5M2 / 1]
-    assert of.history[0].tolist() == [0, 0, 0]
+    assert (of.scale.tolist(), of.history[0].tolist()) == ([E4M3 / 2, E4M3 / 4, E5M2 / 1], [0, 0, 0])
 
 
 @pytest.mark.parametrize("margin", [0, 1, 3])

@@ -35,7 +35,6 @@ def allowed(ids, begins=False):
 
 
 def text(*ends, batch=2, tokens=TOKENS, seed=0):
-    """Ids with separators in the given places of every sequence."""
     ids = torch.randint(0, END, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     ids[:, list(ends)] = END
     return ids

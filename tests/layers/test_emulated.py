@@ -33,7 +33,6 @@ def autocast():
 
 
 def loss_of(model, ids, first=None, scale=1.0):
-    """As `fp8.base.Backend.loss`."""
     inputs, targets = split(ids)
     return cross_entropy(model.head(model.hidden_states(inputs, first), first), targets, VOCAB, False, scale)
 

@@ -89,8 +89,7 @@ def test_current_scaling_takes_the_tensors_own_amax(dtype):
 def test_delayed_scaling_takes_the_scale_that_it_is_given():
     x, scale = torch.tensor([[1.0, -3.0, 500.0]]), torch.tensor(2.0)
     made = cast(x, "delayed", E4M3, 1, BLOCK, scale)
-    assert made.values.tolist() == [[2, -6, 448]]
-    assert made.scale_inv.item() == 0.5
+    assert (made.values.tolist(), made.scale_inv.item()) == ([[2, -6, 448]], 0.5)
     assert amax(x).item() == 500
 
 

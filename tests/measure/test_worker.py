@@ -24,8 +24,7 @@ def case(*words, **settings):
 def test_its_losses_are_those_of_a_run(tmp_path, monkeypatch):
     steps = record_steps(monkeypatch)
     train(tmp_path / "run", "precision=fp32")
-    result = worker.run(case())
-    assert [loss.hex() for loss in result.losses] == [loss for _, _, loss in steps[:5]]
+    assert [loss.hex() for loss in worker.run(case()).losses] == [loss for _, _, loss in steps[:5]]
 
 
 def test_what_it_tells():

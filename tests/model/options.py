@@ -31,5 +31,4 @@ OPTIONS = {
 
 
 def configured(name, **changes):
-    """The configuration of a small model with an option."""
     return replace(CONFIG, **{**OPTIONS[name], **changes})

@@ -14,7 +14,6 @@ LOGITS = PROBABILITIES.log()[None] + 3
 
 
 def exact(sampling):
-    """The probability of each id."""
     ids, weights = candidates(LOGITS, sampling)
     found = torch.zeros(5, dtype=torch.float64)
     found[ids[0]] = weights[0]

@@ -104,5 +104,4 @@ def test_micro_batches_give_the_gradient_of_the_whole(given):
 def test_split_shifts_by_one_and_marks_padding():
     inputs, targets = split(torch.tensor([[5, 6, 7], [8, -1, -1]], dtype=torch.int32))
     assert inputs.tolist() == [[5, 6], [8, 0]]
-    assert targets.tolist() == [[6, 7], [-1, -1]]
-    assert targets.dtype == torch.int64
+    assert (targets.tolist(), targets.dtype) == ([[6, 7], [-1, -1]], torch.int64)

@@ -96,8 +96,7 @@ def test_flops_are_those_that_torch_counts(name):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss_of(model)(batch).backward()
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    tokens = batch[:, :-1].numel()
-    assert counter.get_total_flops() == (flops_per_token(config, ROWS) - 6 * vectors) * tokens
+    assert counter.get_total_flops() == (flops_per_token(config, ROWS) - 6 * vectors) * batch[:, :-1].numel()
 
 
 @every_option
@@ -128,8 +127,7 @@ def test_text_is_drawn_by_the_same_positions_as_in_training(name, monkeypatch):
     config = configured(name)
     model = told_apart(config).eval()
     monkeypatch.setattr("gpt2_fp8.model.generate.TOP_K", 1)
-    drawn = generate(model, [1, 2, 3], 20, VOCAB, config.n_positions, seed=0)
-    known = [1, 2, 3, *drawn]
+    known = [1, 2, 3, *generate(model, [1, 2, 3], 20, VOCAB, config.n_positions, seed=0)]
     for i in range(3, len(known)):
         window = known[max(0, i - config.n_positions) : i]
         assert model(torch.tensor([window]))[0, -1, :VOCAB].argmax() == known[i]
@@ -144,8 +142,7 @@ def test_angles_are_exact_at_the_end_of_a_long_context(size):
     )  # fmt: skip
     assert block_spec(config).positions == LLAMA_3_2
     found = angles(LLAMA_3_2, size, 8192, torch.device("cpu"))
-    assert found.dtype == torch.float64
-    assert found.shape == (8192, size // 2)
+    assert (found.dtype, found.shape) == (torch.float64, (8192, size // 2))
     for i in range(size // 2):
         expected = 8191 * exact.frequency(config, i, size)
         assert math.cos(found[8191, i]) == pytest.approx(math.cos(expected), abs=1e-9)

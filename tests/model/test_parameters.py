@@ -65,8 +65,7 @@ def on_meta():
 
 
 def test_gpt2s_names_and_shapes_are_those_of_its_checkpoints(configs, on_meta):
-    described = {p.name: p.shape for p in parameters(configs["gpt2"], 50304)}
-    assert described == GPT2_124M
+    assert {p.name: p.shape for p in parameters(configs["gpt2"], 50304)} == GPT2_124M
     for family in FAMILIES:
         state = on_meta(configs["gpt2"], family, 50257).state_dict()
         assert {name: tuple(tensor.shape) for name, tensor in state.items()} == GPT2_124M

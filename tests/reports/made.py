@@ -12,16 +12,11 @@ TOKENS = 100  # a step
 def settings(precision="bf16", seed=1, **changed):
     """A configuration as summary.json holds it, of the keys that a comparison looks at; `a__b=1` changes `a.b`."""
     found = {
-        "seed": seed,
-        "ckpt_path": None,
-        "model": {"name": "tiny"},
-        "precision": {"name": precision, "backend": "auto"},
-        "recipe": {"name": "auto"},
-        "data": {"name": "stdlib", "seed": seed},
-        "optim": {"lr": 1e-3},
-        "trainer": {"log_every_n_steps": 1, "max_steps": 100},
-        "logger": {"tensorboard": True},
-    }
+        "seed": seed, "ckpt_path": None, "model": {"name": "tiny"},
+        "precision": {"name": precision, "backend": "auto"}, "recipe": {"name": "auto"},
+        "data": {"name": "stdlib", "seed": seed}, "optim": {"lr": 1e-3},
+        "trainer": {"log_every_n_steps": 1, "max_steps": 100}, "logger": {"tensorboard": True},
+    }  # fmt: skip
     for key, value in changed.items():
         group, _, name = key.rpartition("__")
         (found[group] if group else found)[name] = value

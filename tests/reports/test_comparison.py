@@ -24,8 +24,7 @@ def sweep(folder, precision="bf16", above=0.0, seeds=(1, 2, 3), seconds=0.5, ste
 def compared(folder):
     each = runs.conditions(runs.read([folder])[0])
     found = comparison.compare(each, runs.base_of(each))
-    told = comparison.figures(found, [])
-    return found, json.loads(json.dumps(told, allow_nan=False))
+    return found, json.loads(json.dumps(comparison.figures(found, []), allow_nan=False))
 
 
 def losses(told, condition, kind="validation"):

@@ -29,8 +29,7 @@ def test_time_leaves_the_first_step_out_and_is_counted_over_a_resume():
 
 def test_a_step_that_a_resumed_run_logged_again_counts_once():
     found = runs.read_curve(rows(lambda step: 1.0, steps=60) + rows(lambda step: 2.0, start=50))
-    assert len(found.losses) == 100
-    assert found.mean(6_000, 1_000) == pytest.approx(2.0)
+    assert (len(found.losses), found.mean(6_000, 1_000)) == (100, pytest.approx(2.0))
 
 
 def test_losses_that_are_not_finite_are_left_out():
@@ -42,6 +41,5 @@ def test_losses_that_are_not_finite_are_left_out():
 
 def test_where_a_loss_is_first_reached():
     at, losses = np.array([0.0, 10, 20, 30]), np.array([3.0, 1.0, 2.0, 0.0])
-    assert runs.first_below(at, losses, 1.5) == pytest.approx(7.5)
-    assert runs.first_below(at, losses, 3.5) == 0
+    assert (runs.first_below(at, losses, 1.5), runs.first_below(at, losses, 3.5)) == (pytest.approx(7.5), 0)
     assert math.isnan(runs.first_below(at, losses, -1.0))

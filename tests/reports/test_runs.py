@@ -16,8 +16,7 @@ def test_what_a_run_left_is_read(tmp_path):
     run(tmp_path / "a", LOGGED, settings("fp8_hybrid", 3), skipped_steps=2)
     (one,), left_out = runs.read([tmp_path])
     assert (one.asked, one.ran, one.steps, one.memory_gb, left_out) == ("fp8_hybrid", "fp8_hybrid", 100, 20.0, [])
-    assert one.settings["optim.lr"] == 1e-3
-    assert one.trouble == {"steps skipped": 2}
+    assert (one.settings["optim.lr"], one.trouble) == (1e-3, {"steps skipped": 2})
     assert one.curve.validations.tolist() == [[10_000.0], [3.0]]
 
 
@@ -65,5 +64,4 @@ def test_a_fall_back_is_its_own_condition_and_bf16_the_base(tmp_path):
     each = runs.conditions(runs.read([tmp_path])[0])
     assert [condition.name for condition in each] == ["fp8_hybrid", "fp8_hybrid (ran fp32)", "bf16"]
     assert [condition.fp8 for condition in each] == [True, False, False]
-    assert runs.base_of(each).name == "bf16"
-    assert runs.base_of(each[:2]).name == "fp8_hybrid (ran fp32)"
+    assert (runs.base_of(each).name, runs.base_of(each[:2]).name) == ("bf16", "fp8_hybrid (ran fp32)")

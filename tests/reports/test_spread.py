@@ -21,8 +21,7 @@ def test_quantiles_are_those_of_the_tables(probability, freedom, quantile):
 def test_welch_by_hand():
     """Variances 1 and 4 of 3 values each: error sqrt(5/3), freedom (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50/17."""
     found = comparison.welch([11, 12, 13], [8, 10, 12])
-    assert found.value == 2
-    assert found.error == pytest.approx(math.sqrt(5 / 3))
+    assert (found.value, found.error) == (2, pytest.approx(math.sqrt(5 / 3)))
     reach = comparison.student(0.975, 50 / 17) * math.sqrt(5 / 3)
     assert (found.low, found.high) == pytest.approx((2 - reach, 2 + reach))
 

@@ -12,7 +12,6 @@ from gpt2_fp8.reports.sweep import Job
 
 
 def leave(folder, *words, status="completed", **values):
-    """What a job leaves in its folder."""
     folder.mkdir(parents=True)
     found = {"status": status, "message": "", "overrides": list(words), "steps": 12} | values
     (folder / "summary.json").write_text(json.dumps(found))

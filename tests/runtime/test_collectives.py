@@ -49,12 +49,8 @@ def _tensors(rank):
     collectives.maximum(tensor)
     together = [torch.full((2,), 1.0 + rank), torch.full((3,), 10.0 * rank)]
     torch_private.all_reduce_together(together, distributed.ReduceOp.SUM)
-    return {
-        "maximum": tensor.tolist(),
-        "together": [part.tolist() for part in together],
-        "world": collectives.rank_and_world(),
-        "several": collectives.is_distributed(),
-    }
+    told = {"maximum": tensor.tolist(), "together": [part.tolist() for part in together]}
+    return told | {"world": collectives.rank_and_world(), "several": collectives.is_distributed()}
 
 
 def _states(rank):
@@ -123,8 +119,7 @@ def test_the_largest_elements_of_all_ranks(ranks):
     assert [rank["world"] for rank in ranks] == [(0, 2), (1, 2)]
     for rank in ranks:
         assert rank["several"]
-        assert rank["maximum"] == [1.0, 5.0]
-        assert rank["together"] == [[3.0] * 2, [10.0] * 3]
+        assert (rank["maximum"], rank["together"]) == ([1.0, 5.0], [[3.0] * 2, [10.0] * 3])
 
 
 @pytest.mark.whole
@@ -161,5 +156,4 @@ def test_magnitudes_are_those_of_both_texts(ranks):
         alone.append(engine.model.scales.scale)
     assert not torch.equal(*alone)
     calibrated = ranks[0]["micro-batching"][2][0]
-    both = torch.minimum(*alone)
-    assert calibrated["scales.scaling_fwd.scale"].tolist() == both[:1].tolist()
+    assert calibrated["scales.scaling_fwd.scale"].tolist() == torch.minimum(*alone)[:1].tolist()

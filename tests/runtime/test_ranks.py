@@ -66,8 +66,7 @@ def test_torch_is_told_what_srun_says(monkeypatch):
 
 @pytest.mark.whole
 def test_a_program_refuses_to_be_several(tmp_path):
-    variables = BY_HAND | {"RANK": "0", "LOCAL_RANK": "0"}
-    done = forkserver.python("-m", "gpt2_fp8.table", "x", cwd=tmp_path, **variables)
+    done = forkserver.python("-m", "gpt2_fp8.table", "x", cwd=tmp_path, **BY_HAND | {"RANK": "0", "LOCAL_RANK": "0"})
     assert (done.returncode, done.stderr.count("error:")) == (2, 1)
     assert "table is one process" in done.stderr
     done = forkserver.python("-m", "gpt2_fp8.table", "x", cwd=tmp_path, **BY_HAND)

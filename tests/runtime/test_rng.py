@@ -12,13 +12,9 @@ from gpt2_fp8.runtime import rng
 
 def draw():
     return [
-        random.random(),
-        random.gauss(0, 1),
-        numpy.random.rand(3).tolist(),
-        numpy.random.standard_normal(),
-        torch.rand(3).tolist(),
-        torch.randn(1).item(),
-    ]
+        random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist(), numpy.random.standard_normal(),
+        torch.rand(3).tolist(), torch.randn(1).item(),
+    ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,8 @@ import pytest
 from tests.runs import assert_same_checkpoint, checkpoint, metrics
 from tests.slurm import cluster
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(cluster.missing() is not None, reason=str(cluster.missing())),
-    pytest.mark.xdist_group("slurm"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(1800)]
+pytestmark += [pytest.mark.skipif(cluster.missing() is not None, reason=str(cluster.missing()))]
 PATIENCE = 300.0  # seconds that a job may take to get anywhere, on a machine that has other work
 SMALL = [
     "model=tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=64", "data.num_workers=0",
@@ -106,14 +102,12 @@ def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slu
 
 
 def launched(slurm, folder, *words):
-    """Start a sweep on SLURM, which waits for its jobs."""
     command = [sys.executable, "-m", "gpt2_fp8.run", "-m", "hydra/launcher=slurm", "run_name=sweep", *SMALL, *words]
     with (folder / "said.txt").open("w") as file:
         return subprocess.Popen(command, cwd=folder, env=slurm, stdout=file, stderr=file)
 
 
 def numbers(folder):
-    """SLURM's numbers of a sweep's jobs, in their order."""
     found = [path.parent.name for path in (folder / "outputs/sweep/.submitit").glob("*_*/*_submitted.pkl")]
     return sorted(found, key=lambda name: int(name.partition("_")[2]))
 

@@ -54,8 +54,7 @@ def evaluated(*words: str) -> dict[str, Any]:
 
 def test_the_loss_is_the_runs_own_to_the_last_bit(run: Path, capsys: Any) -> None:
     found = evaluated(f"ckpt_path={run}")
-    assert found["loss"] == summary(run)["last_val_loss"]
-    assert found["checkpoint"] == str(checkpoint(run, 12))
+    assert (found["loss"], found["checkpoint"]) == (summary(run)["last_val_loss"], str(checkpoint(run, 12)))
     assert (found["tokens"], found["sequences"], found["precision"]) == (8 * 32, 8, "fp32")
     assert found["perplexity"] == math.exp(found["loss"])
     assert f"{found['loss']:.6f}" in capsys.readouterr().out
@@ -64,8 +63,7 @@ def test_the_loss_is_the_runs_own_to_the_last_bit(run: Path, capsys: Any) -> Non
     many = evaluated(f"ckpt_path={run}", "data.val_sequences=400")  # with ids that end documents and have no bytes
     assert 0 < many["tokens"] - many["bytes"] < many["tokens"] / 100
     assert many["bits_per_byte"] == pytest.approx(many["loss"] * many["tokens"] / many["bytes"] / math.log(2))
-    earlier = evaluated(f"ckpt_path={checkpoint(run, 4)}")
-    assert earlier["loss"] not in (found["loss"], best["loss"])
+    assert evaluated(f"ckpt_path={checkpoint(run, 4)}")["loss"] not in (found["loss"], best["loss"])
 
 
 def test_the_figures_are_those_of_the_logits(run: Path) -> None:
@@ -112,8 +110,7 @@ def test_a_mixture_is_evaluated_source_by_source(run: Path) -> None:
         "data.sources.words.val_sequences=8",
     ]  # fmt: skip
     found = evaluated(f"ckpt_path={run}", *words)
-    assert found["sources"].keys() == {"code", "words"}
-    assert found["sources"]["code"] == summary(run)["last_val_loss"]
+    assert (found["sources"].keys(), found["sources"]["code"]) == ({"code", "words"}, summary(run)["last_val_loss"])
     assert found["loss"] == pytest.approx(sum(found["sources"].values()) / 2, rel=1e-6)
 
 
@@ -145,8 +142,7 @@ def test_endings_are_ranked_by_their_probabilities(run: Path, capsys: Any) -> No
         encoded = [encode_pair(load_tokenizer("bytes"), str(item["ctx"]), ending) for ending in endings]
         assert log_likelihoods(module, encoded, 2) == pytest.approx(sums, rel=1e-5)
     assert {name: found[name] for name in right} == {name: count / 3 for name, count in right.items()}
-    assert found["items"] == 3
-    assert found["acc_stderr"] == pytest.approx(math.sqrt(found["acc"] * (1 - found["acc"]) / 2))
+    assert (found["items"], found["acc_stderr"]) == (3, pytest.approx(math.sqrt(found["acc"] * (1 - found["acc"]) / 2)))
     assert "acc_norm" in capsys.readouterr().out
 
 
@@ -160,8 +156,7 @@ def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.nn.functional.one_hot(ids.long(), 257) * 10.0
 
-    items = [Item("ab" * 40, ("aaa", "b"), 0)] * 3
-    found = rank(logits_of, load_tokenizer("bytes"), items, 16, rows=4)
+    found = rank(logits_of, load_tokenizer("bytes"), [Item("ab" * 40, ("aaa", "b"), 0)] * 3, 16, rows=4)
     assert sizes == [(4, 16), (2, 16), (2, 16), (2, 16)]
     assert found["acc_norm"] == 1.0
 
@@ -191,22 +186,11 @@ def test_hellaswags_own_lines_are_prepared_as_lm_eval_does() -> None:
 # Refusals
 
 REFUSED = [
-    "",
-    "ckpt_path=gone data=stdlip",
-    "ckpt_path=damaged",
-    "RUN data=text_files",
-    "RUN data=text_files data.val_files=[short.txt]",
-    "RUN data.val_sequences=0",
-    "RUN data.tokenizer=gpt2",
-    "RUN model.n_layer=2",
-    "RUN optim.lr=1",
-    "RUN precision=fp8_hybrid precision.fallback=error",
-    "RUN trainer=ddp",
-    "RUN rankin=x",
-    "RUN ranking=bad.jsonl",
-    "RUN ranking=items.jsonl out=items.jsonl",
-    "RUN data=stdlib,text_files",
-]
+    "", "ckpt_path=gone data=stdlip", "ckpt_path=damaged", "RUN data=text_files",
+    "RUN data=text_files data.val_files=[short.txt]", "RUN data.val_sequences=0", "RUN data.tokenizer=gpt2",
+    "RUN model.n_layer=2", "RUN optim.lr=1", "RUN precision=fp8_hybrid precision.fallback=error", "RUN trainer=ddp",
+    "RUN rankin=x", "RUN ranking=bad.jsonl", "RUN ranking=items.jsonl out=items.jsonl", "RUN data=stdlib,text_files",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -218,8 +202,7 @@ def test_what_is_wrong_is_refused_by_its_key(run: Path, capsys: Any, words: str)
         Path("short.txt").write_text("short")
     if "bad.jsonl" in words:
         Path("bad.jsonl").write_text(f"{json.dumps(ITEMS[0])}\n\n" + '{"ctx": 3}\n')
-    argv = [f"ckpt_path={run}" if word == "RUN" else word for word in shlex.split(words)]
-    assert evaluate.main(argv) == 2
+    assert evaluate.main([f"ckpt_path={run}" if word == "RUN" else word for word in shlex.split(words)]) == 2
     out, said = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"(?:data: .*\n)*error: .*\n(  fix: .*\n)?", said), said
@@ -244,6 +227,5 @@ def test_a_strangers_configuration_runs_no_code_and_reads_no_environment(run: Pa
         config, plugins=["os_of_a_stranger"], notes="${oc.env:HOME}", run_name="${oc.env:HOME}",
         callbacks=replace(config.callbacks, extra=["theirs"]),
     )  # fmt: skip
-    request = evaluate.read_words([f"ckpt_path={run}", "data=stdlib"])
-    made = evaluate.configuration(request, odd)
+    made = evaluate.configuration(evaluate.read_words([f"ckpt_path={run}", "data=stdlib"]), odd)
     assert (made.plugins, made.callbacks.extra, made.notes) == ([], [], "${oc.env:HOME}")

@@ -7,19 +7,8 @@ import torch
 
 from gpt2_fp8 import evaluate
 from gpt2_fp8.train.module import logits
-from tests.runs import (
-    EMULATED_FP8,
-    IDS_OF_BYTES,
-    assert_same_checkpoint,
-    checkpoint,
-    metrics,
-    record_steps,
-    recorded,
-    summary,
-    train,
-    train_until,
-    training_step,
-)
+from tests import runs as small
+from tests.runs import EMULATED_FP8, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 IN_BF16 = EMULATED_FP8  # as a new run is validated
 FP8 = [*IN_BF16, "precision.evaluation=fp8"]
@@ -70,7 +59,7 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch):
     train_until(8, tmp_path / "legs", *FP8)
     train(tmp_path / "legs", "ckpt_path=last", *IN_BF16)
     assert steps == found["bf16"][0]
-    assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(folder / "bf16", 12))
+    small.assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(folder / "bf16", 12))
     ours, once = metrics(tmp_path / "legs")["val_loss"], found["bf16"][1]["val_loss"]
     assert [ours[step] for step in (10, 12)] == [once[step] for step in (10, 12)]
     assert ours[5] != once[5]
@@ -78,13 +67,13 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch):
 
 def evaluated(step):
     step.model.eval()
-    found = step.evaluation.sums(IDS_OF_BYTES)
+    found = step.evaluation.sums(small.IDS_OF_BYTES)
     step.model.train()
     return found
 
 
 def test_no_scale_is_needed_or_found():
-    step, plain = training_step(*IN_BF16), training_step("precision=bf16")
+    step, plain = small.training_step(*IN_BF16), small.training_step("precision=bf16")
     assert torch.equal(evaluated(step), evaluated(plain))
-    assert torch.equal(logits(step, IDS_OF_BYTES[:, :7], 256), logits(plain, IDS_OF_BYTES[:, :7], 256))
+    assert torch.equal(logits(step, small.IDS_OF_BYTES[:, :7], 256), logits(plain, small.IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready

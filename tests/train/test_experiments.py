@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +12,7 @@ from gpt2_fp8.compose import conf_dir
 from tests import forkserver
 from tests.config.conf_files import merged
 from tests.data.hub import Hub
+from tests.ranks import ALONE
 from tests.runs import SMALL, checkpoint, metrics, summary
 
 FEW = ["trainer.max_steps=3", "optim.warmup_steps=1"]
@@ -93,16 +92,10 @@ def runs(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("experiments")
     (cwd / "speare.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (cwd / "mains.py").write_text(MAINS)
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with Shipped() as hub:
-        environment |= {
-            "HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
-            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        done = forkserver.run(
-            [sys.executable, "mains.py", json.dumps([words(choice) for choice in LINES])],
-            cwd=cwd, env=environment, capture_output=True, text=True, timeout=180,
-        )  # fmt: skip
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        lines = json.dumps([words(choice) for choice in LINES])
+        done = forkserver.python("mains.py", lines, cwd=cwd, HF_HUB_OFFLINE="0", **ALONE, **environment)
     codes = [int(line[2:]) for line in done.stderr.splitlines() if line.startswith("@ ")]
     assert len(codes) == len(LINES), done.stderr
     return cwd / "outputs", dict(zip(LINES, codes, strict=True)), done
@@ -128,5 +121,4 @@ def test_it_runs(runs, choice):
         assert len(data["revision"]) != 40 or source["commit"] == data["revision"]
         train = {name for name, _ in _files(data | {"val_files": []})} - set(data["val_files"])
         assert report["data"]["units"] == 4 * len(train) >= 8, "four row groups of each file that is not held out"
-        assert list(metrics(folder)["train_loss"]) == [1, 2, 3]
-        assert list(metrics(folder)["val_loss"]) == [3]
+        assert (list(metrics(folder)["train_loss"]), list(metrics(folder)["val_loss"])) == ([1, 2, 3], [3])

@@ -17,14 +17,10 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
     folder = tmp_path / "run"
     loss = train(folder, "callbacks.sample_tokens=5")
     report = summary(folder)
-    assert report["status"] == "completed"
-    assert report["exit_code"] == 0
-    assert report["steps"] == 12
-    assert report["tokens"] == 12 * 8 * 32
-    assert report["last_val_loss"] == pytest.approx(loss)
+    assert (report["status"], report["exit_code"], report["steps"]) == ("completed", 0, 12)
+    assert (report["tokens"], report["last_val_loss"]) == (12 * 8 * 32, pytest.approx(loss))
     assert report["best_val_loss"] <= report["last_val_loss"]
-    assert report["precision"]["asked"] == "fp8_hybrid"
-    assert report["precision"]["ran"] == "fp32"
+    assert (report["precision"]["asked"], report["precision"]["ran"]) == ("fp8_hybrid", "fp32")
     assert "CPU" in report["precision"]["reason"]
     assert report["tokens_per_second"] > 0
     assert report["checkpoint"]["last"] == str(checkpoint(folder, 12))
@@ -56,7 +52,6 @@ def test_init_from_takes_weights_alone(tmp_path, monkeypatch):
 
 
 def proposed(output):
-    """The words that a run proposes to go on with."""
     (line,) = (line for line in output.splitlines() if "next: python -m gpt2_fp8.run " in line)
     return shlex.split(line.partition("gpt2_fp8.run ")[2])
 
@@ -64,8 +59,7 @@ def proposed(output):
 def test_the_command_that_goes_on_keeps_the_rates_of_the_end(tmp_path):
     done = forked(*SMALL, "optimizer=muon", "optimizer.matrix_lr=0.02", "run_name=run", cwd=tmp_path)
     first = rates(checkpoint(tmp_path / "outputs/run", 12))
-    again = forked(*proposed(done.stdout), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = forked(*proposed(done.stdout), cwd=tmp_path, code=0)
     assert "learning rate" not in again.stdout + again.stderr
     assert summary(tmp_path / "outputs/run")["steps"] == 24
     assert rates(checkpoint(tmp_path / "outputs/run", 24)) == pytest.approx(first, rel=1e-5)
@@ -75,7 +69,6 @@ def test_the_command_that_goes_on_keeps_the_rates_of_the_end(tmp_path):
 
 
 def rates(path):
-    """The learning rates of the step after a checkpoint, by parameter group."""
     return [group["lr"] for group in read(path)["optimizer_states"][0]["param_groups"]]
 
 

@@ -72,7 +72,6 @@ def test_a_sick_run_says_so_once_unless_it_is_told_not_to(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """The steps and the folder of a run that does not look."""
     folder = tmp_path_factory.mktemp("off") / "run"
     return recorded(folder, *FP8, *OFF)[0], folder
 

@@ -29,7 +29,6 @@ def _emulating(request):
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """The validation loss of a short run in bf16."""
     loss = train(tmp_path_factory.mktemp("bf16"), *LEARN, *QUIET, BF16)
     assert loss < 3.5 < math.log(257) - 1.5, "it has learnt"
     return loss
@@ -63,8 +62,7 @@ def test_a_checkpoint_moves_between_layers(tmp_path, layers):
         train(tmp_path, word, f"trainer.max_steps={6 * leg}", "trainer.val_check_interval=6", *resumed)
         found = summary(tmp_path)
         losses.append(found["last_val_loss"])
-        assert found["steps"] == 6 * leg
-        assert found["precision"]["ran"] == ("bf16" if word == BF16 else "fp8_hybrid")
+        assert (found["steps"], found["precision"]["ran"]) == (6 * leg, "bf16" if word == BF16 else "fp8_hybrid")
         names.add(tuple(sorted(read(checkpoint(tmp_path, 6 * leg))["state_dict"])))
     assert losses == sorted(losses, reverse=True)
     assert len(names) == 1
@@ -87,8 +85,7 @@ def test_a_step_that_is_not_finite_is_run_again_in_bf16(tmp_path, monkeypatch, b
     train(tmp_path, backend)
     found = summary(tmp_path)
     assert (found["status"], found["steps"], found["skipped_steps"]) == ("completed", 12, 0)
-    assert found["divergence"]["reruns"] == 1
-    assert found["precision"]["ran"] == "fp8_hybrid"
+    assert (found["divergence"]["reruns"], found["precision"]["ran"]) == (1, "fp8_hybrid")
 
 
 def test_scales_are_saved_and_a_checkpoint_of_before_finds_its_anew(tmp_path, caplog):

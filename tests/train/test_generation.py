@@ -42,12 +42,7 @@ def gpt2(models: dict[str, Path]) -> str:
     return f"ckpt_path={models['GPT-2'] / 'own'}"
 
 
-def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
-
-
 def written(out: Path, *words: str) -> list[dict[str, Any]]:
-    """The rows of a call of the program."""
     assert generate.main([*words, f"out={out}"]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -56,7 +51,7 @@ def written(out: Path, *words: str) -> list[dict[str, Any]]:
 @torch.no_grad()
 def test_logits_through_the_cache_are_transformers(models: dict[str, Path], name: str) -> None:
     """At every position, of two rows, with a first pass of one token and of several."""
-    other = theirs(models[name])
+    other = transformers.AutoModelForCausalLM.from_pretrained(models[name] / "out").eval()
     ready = Generation(GenerateConfig(ckpt_path=str(models[name] / "own")))
     ids = torch.randint(0, IDS, (2, 64), generator=torch.Generator().manual_seed(1))
     there = other(ids).logits
@@ -114,31 +109,16 @@ def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
 
 
 REFUSED = [
-    "",
-    "ckpt_path=empty",
-    "ckpt_path=fresh",
-    "ckpt_path=damaged",
-    "MODEL checkpoint=best",
-    "MODEL prompt=a prompts=lines",
-    "MODEL prompts=nothing",
-    "MODEL prompts=bad.jsonl",
-    "MODEL tokens=70",
-    "MODEL temperature=nan",
-    "MODEL temperature=0 samples=2",
-    "MODEL top_p=1.5",
-    "MODEL samples=1,2",
-    "MODEL tempratur=1",
-    "MODEL -m",
-    "MODEL out=lines prompts=lines",
-    "MODEL out=a_file/x",
-    "MODEL tokenizer=gpt2",
+    "", "ckpt_path=empty", "ckpt_path=fresh", "ckpt_path=damaged", "MODEL checkpoint=best",
+    "MODEL prompt=a prompts=lines", "MODEL prompts=nothing", "MODEL prompts=bad.jsonl", "MODEL tokens=70",
+    "MODEL temperature=nan", "MODEL temperature=0 samples=2", "MODEL top_p=1.5", "MODEL samples=1,2",
+    "MODEL tempratur=1", "MODEL -m", "MODEL out=lines prompts=lines", "MODEL out=a_file/x", "MODEL tokenizer=gpt2",
     "MODEL precision=fp8_hybrid",
-]
+]  # fmt: skip
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: Any) -> Path:
-    """A folder with what the refusals are about."""
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "fresh/checkpoints", "damaged"):
         (tmp_path / folder).mkdir(parents=True)
@@ -153,8 +133,7 @@ def here(tmp_path: Path, monkeypatch: Any) -> Path:
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_wrong_is_refused_by_its_key(here: Path, gpt2: str, capsys: Any, words: str) -> None:
-    argv = [gpt2 if word == "MODEL" else word for word in shlex.split(words)]
-    assert generate.main(argv) == 2
+    assert generate.main([gpt2 if word == "MODEL" else word for word in shlex.split(words)]) == 2
     out, said = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"error: .*\n(  fix: .*\n)?", said), said

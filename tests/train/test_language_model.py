@@ -30,7 +30,6 @@ def batches(steps: int = 6) -> torch.Tensor:
 
 
 def trained(model: gpt2_fp8.LanguageModel, ids: torch.Tensor, begun: int = 0, state: Any = None) -> tuple[Any, Any]:
-    """The losses of a plain loop, and the optimizer's state."""
     config = model.config
     optimizer = build_optimizer(model.model, config.optim, config.optimizer, config.seed)
     schedule = build_schedule(optimizer, config.optim, 6)
@@ -69,8 +68,7 @@ def test_a_plain_loop_has_the_losses_and_weights_of_a_run(kind: str) -> None:
 
 def test_a_state_dict_has_the_scales_and_a_loop_goes_on_to_the_bit() -> None:
     words = ["global_batch_size=64", *WORDS[:-3], *WORDS[-2:], *KINDS["delayed"]]  # a loop's batches are its own
-    whole = gpt2_fp8.build(*words)
-    losses, _ = trained(whole, batches())
+    losses, _ = trained(gpt2_fp8.build(*words), batches())
     first = gpt2_fp8.build(*words)
     _, state = trained(first, batches()[:3])
     file = io.BytesIO()
@@ -107,7 +105,6 @@ def test_evaluation_leaves_the_scales_and_gives_logits() -> None:
 
 def test_choices_are_words_and_mistakes_are_refused() -> None:
     model = gpt2_fp8.build("model.n_layer=1", model="tiny", precision="bf16", trainer="cpu")
-    assert model.plan.ran == "bf16"
-    assert len(model.model.blocks) == 1
+    assert (model.plan.ran, len(model.model.blocks)) == ("bf16", 1)
     with pytest.raises(UserError, match="precison"):
         gpt2_fp8.build(precison="bf16")

@@ -7,19 +7,8 @@ import pytest
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from tests.runs import (
-    EMULATED_FP8,
-    SMALL,
-    assert_equal,
-    assert_same_checkpoint,
-    checkpoint,
-    metrics,
-    record_steps,
-    recorded,
-    summary,
-    train,
-    train_until,
-)
+from tests import runs
+from tests.runs import EMULATED_FP8, SMALL, assert_equal, checkpoint, metrics, record_steps, train, train_until
 
 LAST = [*EMULATED_FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
 
@@ -28,7 +17,7 @@ LAST = [*EMULATED_FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoint
 def last(tmp_path_factory):
     """The steps and the folder of a run whose steps 9 to 12 are in bf16."""
     folder = tmp_path_factory.mktemp("last") / "run"
-    return recorded(folder, *LAST)[0], folder
+    return runs.recorded(folder, *LAST)[0], folder
 
 
 def test_it_is_a_run_that_is_continued_in_bf16(last, tmp_path, monkeypatch):
@@ -52,7 +41,7 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, caplo
     train_until(until, tmp_path, *words)
     train(tmp_path, *words, "ckpt_path=last")
     assert here == steps
-    assert_same_checkpoint(checkpoint(tmp_path, 12), checkpoint(folder, 12))
+    runs.assert_same_checkpoint(checkpoint(tmp_path, 12), checkpoint(folder, 12))
     ours, theirs = (read(checkpoint(of, 12))["training_step"] for of in (tmp_path, folder))
     assert_equal(ours, theirs, "scales and sizes")
 
@@ -62,7 +51,7 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
     before, after = (read(checkpoint(folder, step))["training_step"]["scaling"] for step in (8, 12))
     assert_equal(before, after, "scaling")
     train(tmp_path, *LAST)
-    assert summary(tmp_path)["precision"]["last_in_bf16"] == 4
+    assert runs.summary(tmp_path)["precision"]["last_in_bf16"] == 4
     steps = record_steps(monkeypatch)
     train(tmp_path, *LAST, "ckpt_path=last", "trainer.max_steps=18")
     assert [step for step, *_ in steps] == [*range(13, 19)]
@@ -70,8 +59,8 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
     with pytest.raises(AssertionError):
         assert_equal(at_12, at_16, "13 and 14 were in FP8")
     assert_equal(at_16, at_18, "15 and all after it were in bf16")
-    assert summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
-    assert summary(tmp_path)["precision"]["last_in_bf16"] == 4
+    assert runs.summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
+    assert runs.summary(tmp_path)["precision"]["last_in_bf16"] == 4
     assert sum("in FP8 again" in record.message for record in caplog.records) == 1
 
 

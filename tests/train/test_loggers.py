@@ -146,8 +146,7 @@ def test_training_and_validation_share_a_chart(tmp_path):
     logger.finalize("success")
     train, val = curves(tmp_path, "train"), curves(tmp_path, "val")
     assert train.Scalars("loss")[0].value == 2.0
-    assert val.Scalars("loss")[0].value == 1.0
-    assert val.Scalars("loss/perplexity")[0].value == pytest.approx(math.e)
+    assert (val.Scalars("loss")[0].value, val.Scalars("loss/perplexity")[0].value) == (1.0, pytest.approx(math.e))
     assert val.Scalars("loss/books")[0].value == 4.0
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(train.Tags()["scalars"])))
     assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
@@ -163,8 +162,7 @@ def test_a_text_is_shown_as_it_is(text):
 
 
 def test_a_run_is_a_row_of_the_table_with_its_values_and_results(tmp_path):
-    values = {"optim.lr": 1e-3, "seed": 3, "precision": "bf16", "compile": True}
-    event_file(tmp_path, None).log_hyperparams(values)
+    event_file(tmp_path, None).log_hyperparams({"optim.lr": 1e-3, "seed": 3, "precision": "bf16", "compile": True})
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     content = found.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
     started = metadata.parse_session_start_info_plugin_data(content).hparams

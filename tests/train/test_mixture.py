@@ -49,8 +49,7 @@ def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
              "data.num_workers=0", "trainer.max_epochs=2", "trainer.max_steps=null"]  # fmt: skip
     train(tmp_path / "run", base=words)
     found = summary(tmp_path / "run")
-    assert found["steps"] == -(-2 * 3000 // (8 * 32))
-    assert found["data"]["source"] == {"kind": "token_files", "files": 2}
+    assert (found["steps"], found["data"]["source"]) == (-(-2 * 3000 // (8 * 32)), {"kind": "token_files", "files": 2})
     assert found["data"]["documents"]["read"] > 0
     write_jsonl(tmp_path / "text.jsonl", ["x"])
     with pytest.raises(UserError, match="unknown kind of file"):

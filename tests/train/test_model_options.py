@@ -13,8 +13,7 @@ BASE = [*SMALL, *QWEN]
 
 def test_text_compiles_and_the_checkpoint_computes_alone(tmp_path):
     train(tmp_path / "run", "callbacks.sample_tokens=4", "precision=bf16", "compile=true", base=BASE)
-    saved = checkpoint(tmp_path / "run", 12)
-    module = GPT2Module.load_from_checkpoint(saved)
+    module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 12))
     assert module.config.model.rope_scaling == 8
     assert module.model.head.weight is not module.model.tokens.weight
     assert torch.isfinite(module.model(torch.zeros(1, 32, dtype=torch.long))).all()

@@ -67,8 +67,7 @@ def made() -> Language:
 
 
 def texts() -> DataLoader:
-    ids = torch.randint(64, (12, 17), generator=torch.Generator().manual_seed(2))
-    return DataLoader(ids, batch_size=2)
+    return DataLoader(torch.randint(64, (12, 17), generator=torch.Generator().manual_seed(2)), batch_size=2)
 
 
 def trainer(folder: Path, plugin: Any, epochs: int, **options: Any) -> pl.Trainer:

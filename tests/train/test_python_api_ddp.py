@@ -1,8 +1,6 @@
 """A script of one's own under `Trainer(strategy="ddp")`: two processes on a CPU, joined by gloo."""
 
 import json
-import os
-import sys
 
 import pytest
 
@@ -50,13 +48,8 @@ WORDS = [word for word in TWO if not word.startswith(ONLY_THE_PROGRAM)]
 
 def test_two_processes_compute_what_the_programs_do(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT.format(words=WORDS))
-    done = forkserver.run(
-        [sys.executable, "own.py"], cwd=tmp_path, env=os.environ | ALONE, ranks=True, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=tmp_path, **ALONE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    forkserver.python("own.py", cwd=tmp_path, timeout=300, ranks=True, code=0, **ALONE)
+    forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=tmp_path, code=0, **ALONE)
     run = tmp_path / "outputs/run"
     own, theirs = files.read(tmp_path / "own/step=8.ckpt"), files.read(checkpoint(run, 8))
     for key in ("state_dict", "optimizer_states", "rng"):

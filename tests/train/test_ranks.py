@@ -64,8 +64,7 @@ Summary.write = slow_write
 def two(tmp_path_factory):
     """A run of two processes, without a name; returns the folder it was typed in, and what it printed."""
     cwd = tmp_path_factory.mktemp("two")
-    code, output = run(cwd, *TWO, patch=COUNT_EXCHANGES)
-    assert code == 0, output
+    output = run(cwd, *TWO, patch=COUNT_EXCHANGES)
     return cwd, output
 
 
@@ -118,8 +117,7 @@ def test_two_processes_compute_in_fp8_what_one_does(tmp_path):
         "trainer.val_check_interval=20", "optim.lr=1e-4",
     ]  # fmt: skip
     train(tmp_path / "one", *BATCH, *fp8)
-    code, output = run(tmp_path, *TWO, *fp8, "run_name=two")
-    assert code == 0, output
+    run(tmp_path, *TWO, *fp8, "run_name=two")
     one, two = (metrics(folder)["train_loss"] for folder in (tmp_path / "one", tmp_path / "outputs/two"))
     assert list(two) == list(one) == list(range(1, 21))
     assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-4)
@@ -159,24 +157,21 @@ def test_each_rank_has_dropout_masks_of_its_own(tmp_path, monkeypatch):
     exec(DROPPED, {})
     train(tmp_path / "more/outputs/run", *BATCH, *words)
     alone = dropped(tmp_path / "more", 0)
-    code, output = run(tmp_path / "two", *TWO, *words, "run_name=run", patch=DROPPED)
-    assert code == 0, output
+    run(tmp_path / "two", *TWO, *words, "run_name=run", patch=DROPPED)
     first, second = (dropped(tmp_path / "two", rank) for rank in (0, 1))
     assert len(first) == len(second) == len(alone) // 2
     a_step = len(first) // 4
     assert first[:a_step] == alone[:a_step]
     assert not set(first) & set(second)
     longer = [*words, "trainer.max_steps=6", "run_name=run", "ckpt_path=last"]
-    code, output = run(tmp_path / "more", *TWO, *longer, patch=DROPPED)
-    assert code == 0, output
+    run(tmp_path / "more", *TWO, *longer, patch=DROPPED)
     assert not set(dropped(tmp_path / "more", 0)) & set(dropped(tmp_path / "more", 1)), "after step 4"
     assert not set(dropped(tmp_path / "more", 1)) & set(second)
 
 
 def test_a_sweep_of_jobs_of_two_processes(tmp_path, two):
     few = ["trainer.max_steps=2", "trainer.val_check_interval=2"]
-    code, output = run(tmp_path, "-m", *TWO, *few, "seed=1,2", "run_name=sweep", "hydra.sweep.dir=sweep", timeout=180)
-    assert code == 0, output
+    run(tmp_path, "-m", *TWO, *few, "seed=1,2", "run_name=sweep", "hydra.sweep.dir=sweep", timeout=180)
     folders = sorted(path.parent for path in (tmp_path / "sweep").glob("*/summary.json"))
     assert [summary(folder)["config"]["seed"] for folder in folders] == [1, 2]
     assert {summary(folder)["status"] for folder in folders} == {"completed"}
@@ -200,8 +195,7 @@ def test_two_nodes_are_two_agents(tmp_path, two):
     both = [torchrun(tmp_path, options, *WORDS, "run_name=run", patch=patch) for _ in range(2)]
     ends = [finish(process, 150) for process in both]
     assert [code for code, _ in ends] == [0, 0], ends
-    said = "".join(output for _, output in ends)
-    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in said
+    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in "".join(output for _, output in ends)
     assert_equal_but_for_rounding(tmp_path / "outputs/run", the_run(two[0]))
 
 
@@ -229,8 +223,7 @@ def test_accelerate_is_torchrun_by_another_name(tmp_path, two):
 
 
 def test_a_mistake_is_said_once_before_torch(tmp_path):
-    code, output = run(tmp_path, *TWO, "optim.lr=fast", "no_such_key=1", patch='sys.modules["torch"] = None')
-    assert code == 2, output
+    output = run(tmp_path, *TWO, "optim.lr=fast", "no_such_key=1", patch='sys.modules["torch"] = None', code=2)
     assert output.count("error:") == 2, output
     assert all(key in output for key in ("optim.lr", "no_such_key"))
     assert "Traceback" not in output
@@ -244,25 +237,21 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
         "def hang(value):\n    try:\n        return largest(value)\n    except RuntimeError:\n        time.sleep(600)\n"
         "collectives.largest = hang\n"
     )
-    code, output = run(tmp_path, *TWO, "run_name=run", patch=patch)
-    assert code == 1, output
+    run(tmp_path, *TWO, "run_name=run", patch=patch, code=1)
     assert "rank 1 failed: RuntimeError: the roof fell in" in summary(tmp_path / "outputs/run")["message"]
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one):
-    code, output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGKILL"))
-    assert code == 1, output
+    output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGKILL"), code=1)
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", output), output
     assert "Traceback" not in output
-    code, output = run(tmp_path, *TWO, "run_name=run", "ckpt_path=last")
-    assert code == 0, output
+    run(tmp_path, *TWO, "run_name=run", "ckpt_path=last")
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
 def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path):
     patch = fault(1, 2, "SIGTERM") + SLOW_SUMMARY
-    code, output = run(tmp_path, *TWO, "run_name=run", patch=patch)
-    assert code == 143, output
+    output = run(tmp_path, *TWO, "run_name=run", patch=patch, code=143)
     assert summary(tmp_path / "outputs/run")["status"] == "stopped"
     assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
     assert output.count("ckpt_path=last continues") == 1, output
@@ -270,8 +259,7 @@ def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path):
 
 
 def test_data_that_one_rank_does_not_get_ends_the_run_saved(tmp_path):
-    code, output = run(tmp_path, *TWO, "run_name=run", patch=DATA)
-    assert code == 4, output
+    output = run(tmp_path, *TWO, "run_name=run", patch=DATA, code=4)
     report = summary(tmp_path / "outputs/run")
     assert (report["status"], report["steps"]) == ("data_lost", 3)
     assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
@@ -322,8 +310,7 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path):
 
 
 def test_a_step_that_three_processes_cannot_share(tmp_path):
-    ends = tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3)
-    refused(ends, "a step of 8 sequences does not divide")
+    refused(tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3), "a step of 8 sequences does not divide")
     assert not (tmp_path / "outputs").exists()
 
 

@@ -14,11 +14,9 @@ from gpt2_fp8.train.setup import choose_rollback
 def write(folder, step, weight=1.0, moment=1.0):
     state = {"exp_avg": torch.full((3,), moment), "step": torch.tensor(float(step))}
     path = folder / folder_name(step)
-    checkpoint = {
-        "global_step": step,
-        "state_dict": {"weight": torch.full((3,), weight)},
-        "optimizer_states": [{"state": {0: state}, "param_groups": [{"lr": 0.1}]}],
-    }
+    optimizer = {"state": {0: state}, "param_groups": [{"lr": 0.1}]}
+    model = {"weight": torch.full((3,), weight)}
+    checkpoint = {"global_step": step, "state_dict": model, "optimizer_states": [optimizer]}
     files.write(path, checkpoint)
     return path
 

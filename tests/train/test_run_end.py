@@ -43,12 +43,8 @@ def test_every_end(tmp_path, monkeypatch, error, status, code, message):
 
 def test_it_is_json_without_numbers_that_are_not_finite(tmp_path):
     report = ended(status="failed", last_val_loss=float("nan"), data={"lanes": ({"loss": float("-inf")}, 1.5)})
-    report.divergence = {
-        "events": [{"step": 3, "what": "skip", "reason": "why"}],
-        "reruns": 0,
-        "skipped": 1,
-        "rollbacks": 0,
-    }
+    events = [{"step": 3, "what": "skip", "reason": "why"}]
+    report.divergence = {"events": events, "reruns": 0, "skipped": 1, "rollbacks": 0}
     text = report.write(tmp_path).read_text()
     written = json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
     assert written["last_val_loss"] is None

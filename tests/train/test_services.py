@@ -54,18 +54,12 @@ def legs_of(folder):
 
 
 def rows_of(folder):
-    """The history over all legs of a run, as [{key: JSON}]."""
     return [
         {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         for leg in legs_of(folder)
         for record in leg
         if record.history.item
     ]
-
-
-def identifiers_of(folder):
-    """The run that each leg belongs to. Folders' names do not tell: two legs of one second differ there by a number."""
-    return [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
 
 
 def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
@@ -75,7 +69,8 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     first = services.read_run_id(folder, "wandb")
     train(folder, *words, "ckpt_path=last")
     assert services.read_run_id(folder, "wandb") == first
-    assert identifiers_of(folder) == [{first}, {first}]
+    identifiers = [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
+    assert identifiers == [{first}, {first}], "folders of two legs of one second would differ by a number"
     rows = rows_of(folder)
     losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
     assert losses == pytest.approx(metrics(folder)["train_loss"])
@@ -94,8 +89,7 @@ def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    assert run.data.params["model/n_layer"] == "1"
-    assert run.data.tags["tags.round"] == "2"
+    assert (run.data.params["model/n_layer"], run.data.tags["tags.round"]) == ("1", "2")
     history = client.get_metric_history(run_id, "train_loss")
     assert {row.step: row.value for row in history} == pytest.approx(metrics(folder)["train_loss"])
 
