@@ -37,7 +37,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks engine fp8 model data compat checkpoint kernels runtime config",
-        "torch lightning numpy safetensors filelock tensorboard mlflow yaml",
+        "torch lightning numpy safetensors filelock tensorboard wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # the benchmark, and the facts of a machine
@@ -73,7 +73,7 @@ ONLY_IN = {
     "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "measure.machine"],
     "torchao": ["fp8.recipes", "compat.torchao"], "flash_attn": ["compat.flash_attn"], "huggingface_hub": ["data"],
     "tokenizers": ["data.tokenizer"], "cuda": ["kernels.nvrtc"], "matplotlib": ["reports.render", "schedule"],
-    "yaml": ["compose", "reports.sweep", "train.loggers"], "mlflow": ["train.services"],
+    "yaml": ["compose", "reports.sweep", "train.loggers"], "mlflow": ["train.services"], "wandb": ["train.services"],
     "tensorboard": ["train.loggers"], "rich": ["callbacks.progress"],
     "hydra": ["run", "evaluate", "compose", "compat.hydra_private"], "joblib": ["compose.sweeps"],
     "submitit": ["compose.sweeps"],
@@ -84,7 +84,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("mlflow", "tensorboard", "joblib", "submitit"),
+    *("wandb", "mlflow", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [

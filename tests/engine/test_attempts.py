@@ -96,7 +96,7 @@ def test_an_evaluation_counts_no_padding():
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
     gradients = Gradients(room=4)
-    gradients.evaluated = loss
+    gradients.evaluate = loss
     of = Evaluation(None, gradients, undo)
     assert of.sums(ids).tolist() == [4.0, 2.0]
     of._batch.size = 1
@@ -122,7 +122,7 @@ class BesideGraphs(Gradients):
         there, self.graphs = self.graphs, False
         return there
 
-    def evaluated(self, ids):
+    def evaluate(self, ids):
         self._try("evaluation" + " beside graphs" * self.graphs, len(ids) + 8 * self.graphs)
         return torch.tensor(2.0)
 
