@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1539, 12),
     "gpt2_fp8/train/**/*.py": (3421, 18),
 }
-OTHERS = {"tests/**/*.py": 28880, "docs/*.md": 2218, "README.md": 149, "ARCHITECTURE.md": 219, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 28880, "docs/*.md": 2219, "README.md": 149, "ARCHITECTURE.md": 219, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:
