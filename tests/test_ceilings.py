@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # lines, modules
     "gpt2_fp8/*.py": (1671, 13),
-    "gpt2_fp8/fp8/**/*.py": (1903, 11),
+    "gpt2_fp8/fp8/**/*.py": (1909, 11),
     "gpt2_fp8/callbacks/**/*.py": (1211, 7),
     "gpt2_fp8/checkpoint/**/*.py": (1291, 9),
     "gpt2_fp8/compat/**/*.py": (534, 7),
@@ -22,9 +22,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/model/**/*.py": (803, 7),
     "gpt2_fp8/reports/**/*.py": (836, 5),
     "gpt2_fp8/runtime/**/*.py": (1539, 12),
-    "gpt2_fp8/train/**/*.py": (3421, 18),
+    "gpt2_fp8/train/**/*.py": (3442, 18),
 }
-OTHERS = {"tests/**/*.py": 28880, "docs/*.md": 2219, "README.md": 149, "ARCHITECTURE.md": 219, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 28897, "docs/*.md": 2222, "README.md": 149, "ARCHITECTURE.md": 219, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

@@ -12,7 +12,7 @@ nothing is pending at the end of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +126,12 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
                 belongs = f"{own.dtype} {tuple(own.shape)}"
                 raise ValueError(f"the FP8 state {state.name}.{kind} is {there}, and belongs to {belongs}")
             own.copy_(given)
+
+
+def allocate(layers: Iterable[nn.Module]) -> None:
+    """Make the state of Transformer Engine's linear layers now: scales of 1, no amaxes. Call it where `restore` is."""
+    for layer in layers:
+        transformer_engine.allocate_scaling(layer, 1, getattr(layer, "fp8_region", nullcontext)())
 
 
 def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class LanguageModel(nn.Module):
     def from_config(cls, config: RunConfig) -> LanguageModel:
         """Build the model of a configuration. Raises UserError if this machine cannot compute what was asked for."""
         plan, vocab_size = resolve(config, devices.device(config)), vocabulary(config)
+        if plan.reason is not None:
+            warnings.warn(f"{plan.asked} cannot run here, and {plan.ran} trains instead: {plan.reason}", stacklevel=3)
         made = cls(config, plan, vocab_size)
         if config.init_from:
             folder = Path(config.init_from).expanduser()
@@ -66,8 +69,11 @@ class LanguageModel(nn.Module):
         ids: integers [sequences, tokens], tokens <= n_positions; FP8 takes a multiple of 16 in all. targets: of the
         same shape, the token after each; a negative one has no loss. With gradients the penalties of the configuration
         are part of the loss. Without, it is computed in the precision of a run's validations. Without targets: logits
-        [sequences, tokens, vocab_size].
+        [sequences, tokens, vocab_size]. Raises UserError for ids of another shape, and for too many tokens.
         """
+        check_shape(ids, self.config.model.n_positions)
+        if targets is not None:
+            targets = targets.clamp_min(-1)  # the one that every layer's loss leaves out
         backend, in_bf16 = self.plan.backend, self.plan.evaluates_in_bf16
         if targets is not None and torch.is_grad_enabled():
             self._find_scales(ids, targets)
@@ -95,7 +101,8 @@ class LanguageModel(nn.Module):
             raise UserError.of("the FP8 layers have no scales yet", "a forward with targets finds them")
         assert isinstance(self._scaling, FP8Scaling)
         self._scaling.sequences = len(ids)
-        with torch.enable_grad(), in_mode(self.model, training=True):
+        with torch.inference_mode(False), torch.enable_grad(), in_mode(self.model, training=True):
+            ids, targets = ids.clone(), targets.clone()
             both = torch.cat([ids, targets[:, -1:]], dim=1)
             self._scaling.calibrate(lambda _: trained_loss(self._own_loss(ids, targets)), both)
         self._scaling.ready = True
@@ -110,3 +117,12 @@ class LanguageModel(nn.Module):
         if state:
             self._scaling.ready = False
             self._scaling.load_state_dict(state)
+
+
+def check_shape(ids: Tensor, n_positions: int) -> None:
+    """Raise UserError unless ids are [sequences, tokens], with at most `n_positions` tokens."""
+    if ids.dim() != 2:
+        remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
+        raise UserError.of(f"ids have the shape {list(ids.shape)}, and the model takes [sequences, tokens]", remedy)
+    if (tokens := ids.shape[1]) > n_positions:
+        raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")

@@ -28,6 +28,7 @@ from gpt2_fp8.fp8.resolve import Plan, plain_plan
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import huggingface, resume, trained
+from gpt2_fp8.train.language_model import check_shape
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.trainer import check_trainer, write_folders
 
@@ -267,12 +268,9 @@ def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
     another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
     """
-    if ids.dim() != 2:
-        remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
-        raise UserError.of(f"ids have the shape {list(ids.shape)}, and the model takes [sequences, tokens]", remedy)
-    tokens, n_positions = ids.shape[1], step.config.model.n_positions
-    if tokens > n_positions:
-        raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
+    n_positions = step.config.model.n_positions
+    check_shape(ids, n_positions)
+    tokens = ids.shape[1]
     in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
     with step.evaluation.forwards() as model:
         if in_fp8 and not step.scaling.ready:

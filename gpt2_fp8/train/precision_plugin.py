@@ -17,7 +17,7 @@ from typing_extensions import override
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
-from gpt2_fp8.fp8 import convert
+from gpt2_fp8.fp8 import convert, state
 from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.convert import Conversion, Recipe
 from gpt2_fp8.fp8.resolve import Plan, resolve
@@ -65,7 +65,8 @@ class FP8Precision(MixedPrecision):
     ):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__("bf16-mixed", device)
-        settings = {"name": precision, "backend": backend, "keep_bf16": [*keep_bf16], "fallback": fallback}
+        kept = [keep_bf16] if isinstance(keep_bf16, str) else [*keep_bf16]
+        settings = {"name": precision, "backend": backend, "keep_bf16": kept, "fallback": fallback}
         config = _build(FP8PrecisionConfig, settings | _OF_RUNS)
         found = convert.resolve(config, _recipe(recipe), device)
         self.ran: str = precision
@@ -131,9 +132,15 @@ class FP8Precision(MixedPrecision):
 
     def _take_scales(self) -> None:
         """Give the layers a checkpoint's scales. Without any, each is 1 before the first step."""
-        if not self._scaling.ready:
-            self._scaling.take()
-            self._scaling.ready = True
+        if self._scaling.ready:
+            return
+        how, module = self._conversion, self._module
+        # A validation may come first. What its layers made in inference mode could not change in training.
+        with torch.inference_mode(False):
+            if not self._scaling.take() and how is not None and how.backend == "te" and module is not None:
+                with self.forward_context():
+                    state.allocate(module.get_submodule(name) for name in self.converted)
+        self._scaling.ready = True
 
     @contextmanager
     @override

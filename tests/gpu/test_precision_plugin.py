@@ -19,11 +19,11 @@ pytestmark = pytest.mark.fp8
     ("backend", "recipe"), [("te", "current"), ("te", "delayed"), ("te", "block"), ("torchao", "current")]
 )
 def test_products_are_in_fp8_and_a_run_continues_to_the_bit(tmp_path: Path, backend: Any, recipe: str) -> None:
-    def fit(epochs: int, checkpoint: Path | None = None) -> Any:
+    def fit(epochs: int, checkpoint: Path | None = None, **options: Any) -> Any:
         plugin = FP8Precision(recipe=recipe, backend=backend, keep_bf16=["lm_head"], fallback="error")
         module = made()
-        run = trainer(tmp_path, plugin, epochs, accelerator="gpu", enable_checkpointing=False)
-        run.fit(module, texts(), ckpt_path=checkpoint, weights_only=False)
+        run = trainer(tmp_path, plugin, epochs, accelerator="gpu", enable_checkpointing=False, **options)
+        run.fit(module, texts(), texts(), ckpt_path=checkpoint, weights_only=False)
         assert plugin.converted == ["blocks.0.1", "blocks.0.3", "blocks.1.1", "blocks.1.3"]
         return run, module
 
@@ -34,6 +34,8 @@ def test_products_are_in_fp8_and_a_run_continues_to_the_bit(tmp_path: Path, back
     losses = torch.stack(whole.losses)
     assert losses.isfinite().all()
     assert losses[-1] < losses[0]
+    validated = fit(2, limit_val_batches=2)[1]  # before the first step too, in inference mode
+    assert torch.equal(torch.stack(validated.losses), losses)
     first, _ = fit(1)
     first.save_checkpoint(tmp_path / "one.ckpt")
     continued = fit(2, tmp_path / "one.ckpt")[1]

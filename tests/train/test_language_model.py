@@ -94,7 +94,7 @@ def test_evaluation_leaves_the_scales_and_gives_logits() -> None:
     assert not loss.requires_grad
     losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     assert loss.item() == pytest.approx(losses.item(), rel=1e-3)
-    targets[:, 3:] = -1
+    targets[:, 3:] = -100
     with torch.no_grad():
         part = model(inputs, targets)
     few = torch.nn.functional.cross_entropy(logits.float()[:, :3].flatten(0, 1), targets[:, :3].flatten())
@@ -108,3 +108,18 @@ def test_choices_are_words_and_mistakes_are_refused() -> None:
     assert (model.plan.ran, len(model.model.blocks)) == ("bf16", 1)
     with pytest.raises(UserError, match="precison"):
         gpt2_fp8.build(precison="bf16")
+    with pytest.raises(UserError, match=r"ids\[None\]"):
+        model(torch.arange(8))
+    with pytest.raises(UserError, match="256 positions"):
+        model(torch.zeros(1, 300, dtype=torch.long))
+    with pytest.warns(UserWarning, match="fp8_hybrid cannot run here, and fp32 trains instead: "):
+        gpt2_fp8.build(model="tiny", precision="fp8_hybrid", trainer="cpu")
+
+
+def test_a_loss_may_come_first_in_inference_mode() -> None:
+    model, (ids,) = gpt2_fp8.build(*WORDS, *KINDS["delayed"], "precision.evaluation=fp8"), batches(1)
+    with torch.inference_mode():
+        found = ids.clone()
+        loss = model(found[:, :-1], found[:, 1:])
+    assert loss.isfinite()
+    model(ids[:, :-1], ids[:, 1:]).backward()
