@@ -8,7 +8,6 @@ Bad input is refused before torch is imported. What was measured until a stop is
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -259,20 +258,11 @@ class Record:
             "command": self.command, "started": self.started, "complete": self.complete, "device": self.device,
             "versions": versions, "bench": self.bench, "cases": cases,
         }  # fmt: skip
-        durable.write_json(self.folder / "bench.json", _finite(found))
+        durable.write_json(self.folder / "bench.json", durable.replace_nonfinite(found))
         about = ", ".join(f"{name} {version}" for name, version in versions.items())
         parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
         parts += [f"## {title}\n\n{table(rows)}" for title, rows in self.tables().items() if rows]
         durable.write_text(self.folder / "bench.md", "\n\n".join(filter(None, parts)) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by None: JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ def fsync(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON, as `write_text`. Raises ValueError for a float that is not finite."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Replace the floats in plain values that are not finite by None: JSON has none of them."""
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_nonfinite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -38,6 +38,12 @@ def shorten(text: str, longest: int) -> str:
     return f"{text[: left - end]}{between}{text[-end:]}"
 
 
+def one_line(error: object, limit: int = 200) -> str:
+    """Shorten a text to one line of at most `limit` characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def duration(seconds: float) -> str:
     """Return a time in its two largest units: `0.4 s`, `23 s`, `1 min 23 s`, `2 h 31 min`, `3 d 4 h`."""
     if seconds < 9.95:

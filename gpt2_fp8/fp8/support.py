@@ -8,7 +8,7 @@ import torch
 
 from gpt2_fp8.compat import torchao
 from gpt2_fp8.config.backend_support import FP8_CAPABILITY, HOPPER, ROWWISE_CAPABILITY
-from gpt2_fp8.config.shown import shorten
+from gpt2_fp8.config.shown import one_line
 
 
 def why_no_fp8_units() -> str | None:
@@ -29,7 +29,7 @@ def why_not_te_fp8() -> str | None:
         available, reason = te.is_fp8_available(return_reason=True)
     except Exception as error:
         return _does_not_load(error)
-    return None if available else _line(reason)
+    return None if available else one_line(reason)
 
 
 def why_no_torchao() -> str | None:
@@ -71,7 +71,7 @@ def why_no_transformer_engine() -> str | None:
 
 def _does_not_load(error: Exception) -> str:
     """Describe a failed import. A broken build raises anything from OSError to RuntimeError; all mean the same."""
-    return f"Transformer Engine does not load: {type(error).__name__}: {_line(error)}"
+    return f"Transformer Engine does not load: {type(error).__name__}: {one_line(error)}"
 
 
 def why_not_recipe(name: str) -> str | None:
@@ -88,7 +88,7 @@ def why_not_recipe(name: str) -> str | None:
     if name not in probes:
         return None
     available, reason = probes[name](return_reason=True)
-    return None if available else _line(reason)
+    return None if available else one_line(reason)
 
 
 def why_no_hopper() -> str | None:
@@ -96,8 +96,3 @@ def why_no_hopper() -> str | None:
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None
-
-
-def _line(reason: object) -> str:
-    """Return a reason as one line of about 200 characters: its end, as of a missing symbol, says most."""
-    return shorten(" ".join(str(reason).split()), 200)

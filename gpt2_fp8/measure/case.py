@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import one_line
 from gpt2_fp8.runtime import registry
 
 Status = Literal["ok", "out of memory", "refused", "failed", "timed out"]
@@ -132,12 +133,6 @@ def _run(module: str, folder: Path, timeout_s: float, output: IO[str]) -> Ended:
     if code is None:
         return Ended(status="timed out", message=late)
     return Ended(status="failed", message=_reason(code, output))
-
-
-def one_line(error: object, limit: int = 200) -> str:
-    """Shorten a text to one line of at most `limit` characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _reason(code: int, output: IO[str]) -> str:

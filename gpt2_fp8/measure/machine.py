@@ -25,7 +25,8 @@ from typing import Any
 from gpt2_fp8 import __version__, compose
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.measure.case import Case, measure, one_line, run_child
+from gpt2_fp8.config.shown import one_line
+from gpt2_fp8.measure.case import Case, measure, run_child
 
 SECONDS = 180.0  # for all parts of the child: imports from a network's disk take long
 STEP_SECONDS = 150.0  # for the steps of one precision, with compilation

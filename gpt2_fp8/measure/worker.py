@@ -37,13 +37,14 @@ from gpt2_fp8.config.data_schema import without_validation
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import one_line
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, resolve
 from gpt2_fp8.kernels import library_versions
-from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, Status, one_line
+from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, Status
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
 from gpt2_fp8.runtime import devices, registry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import signal
@@ -110,7 +109,7 @@ class Summary:
             before = read_summary(folder)
             for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
                 setattr(self, name, getattr(self, name) or before.get(name))
-        durable.write_json(folder / NAME, _finite(asdict(self)))
+        durable.write_json(folder / NAME, durable.replace_nonfinite(asdict(self)))
         return folder / NAME
 
 
@@ -123,14 +122,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunEnd:
