@@ -114,7 +114,7 @@ class Checkpointing(Checkpoint):
         except OSError as error:
             self.writer.fail(pointer.step, error)
             return
-        self.writer.save(checkpoint, pointer)
+        self.writer.save(checkpoint, pointer, is_copy=_gathers(trainer))
         if self._leaving:
             self.writer.close()
 
@@ -154,7 +154,7 @@ class Checkpointing(Checkpoint):
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the writer what it will get: after the first step there are moments, and CUDA graphs are recorded."""
         state = pl_module.state_dict()  # on all ranks: it settles the step
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not _gathers(trainer):
             self.writer.prepare([state, *(optimizer.state_dict() for optimizer in trainer.optimizers)])
         self._prepared = True
 
@@ -214,6 +214,11 @@ class Checkpointing(Checkpoint):
             self.tracker.resume(checkpoint["global_step"])
         if state and is_validation_due(state, path, checkpoint["global_step"]):
             loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
+
+
+def _gathers(trainer: Trainer) -> bool:
+    """Return whether the strategy makes copies of a checkpoint's tensors."""
+    return bool(getattr(trainer.strategy, "gathers_state", False))
 
 
 def _flush_loggers(trainer: Trainer) -> None:

@@ -124,11 +124,11 @@ class Snapshots:
         if tensors:
             self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: Any, is_copy: bool = False) -> Any:
         """Return a copy of `value` that shares nothing with it. Its tensors are detached, contiguous and on the CPU.
 
         A tensor that occurs twice is copied once, and occurs twice in the copy. The host waits for each GPU once. What
-        a checkpoint cannot keep is refused by the later write.
+        a checkpoint cannot keep is refused by the later write. `is_copy`: tensors on the CPU are taken as they are.
         """
         self._pinned.rewind()
         copies: dict[tuple, Tensor] = {}
@@ -142,7 +142,7 @@ class Snapshots:
                     devices.add(source.device)
                     copies[key] = self._pinned.empty_like(source).copy_(source, non_blocking=True)
                 else:
-                    copies[key] = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    copies[key] = source.to("cpu", copy=not is_copy, memory_format=torch.contiguous_format)
             return copies[key]
 
         copied = _copy(value, copy_tensor)

@@ -89,15 +89,18 @@ class Writer:
         if self.asynchronous:
             self._snapshots.prepare(state)
 
-    def save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
-        """Write `checkpoint`, which may change once this returns, as `pointer` says, and let `last` name it."""
+    def save(self, checkpoint: dict[str, Any], pointer: Pointer, is_copy: bool = False) -> None:
+        """Write `checkpoint`, which may change once this returns, as `pointer` says, and let `last` name it.
+
+        `is_copy`: its tensors on the CPU do not change.
+        """
         if self.asynchronous:
             if not self._said_slow and any(not job.done() for job in self._jobs):
                 log.warning("step %d waits for the checkpoint before it: the disk is slower than the interval",
                             pointer.step)  # fmt: skip
                 self._said_slow = True
             self.wait()
-            checkpoint = self._snapshots.take(checkpoint)
+            checkpoint = self._snapshots.take(checkpoint, is_copy)
         self.outcome = self.outcome._replace(failed_step=None)  # this may be a retry of the step that failed
         self._submit(self._save, checkpoint, pointer)
 

@@ -40,7 +40,10 @@ class Evaluation:
         if not self._gradients.plan.evaluates_in_bf16:
             self._attempts.find_scales(ids)
         if self._batch is None:  # computing blocks again saves nothing without a backward
-            self._batch = Fitting(len(ids), "the batch of a validation", len(ids), saves="", ranks=False)
+            place = self._gradients.exchange.place
+            self._batch = Fitting(
+                len(ids), "the batch of a validation", len(ids), saves="", ranks=place is not None, place=place
+            )
         if self._in_room_of_graphs:
             self._gradients.release_graphs()
 

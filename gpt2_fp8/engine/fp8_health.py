@@ -47,7 +47,7 @@ class Health:
 
 
 class FP8Health:
-    """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one.
+    """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one, unless it is divided.
 
     Attributes:
         failed: why there are no more sampled passes; None while there are.
