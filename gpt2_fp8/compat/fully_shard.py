@@ -39,4 +39,5 @@ def reset_iteration(model: Any) -> None:
 
 def count_collectives(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return how many collectives this rank has begun in each group of `mesh`."""
-    return tuple(group._get_sequence_number_for_group() for group in mesh.get_all_groups())
+    groups: list[Any] = mesh.get_all_groups()
+    return tuple(group._get_sequence_number_for_group() for group in groups)

@@ -53,7 +53,7 @@ class Gradients:
         if is_divided(model):
             if backend.compiled:  # a unit is gathered between two blocks
                 for block in model.blocks:
-                    block.forward = compile_function(block.forward, backend.compile_options)  # type: ignore[method-assign]
+                    block.forward = compile_function(block.forward, backend.compile_options)
         elif plan.recorded:
             self._loss_of = compile_with_graphs(self._loss_of)
         elif backend.compiled:

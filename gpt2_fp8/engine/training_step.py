@@ -19,9 +19,10 @@ from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.attempts import Attempt, Attempts
 from gpt2_fp8.engine.evaluation import Evaluation, in_mode
-from gpt2_fp8.engine.exchange import Exchange, NoSync, Sharded
+from gpt2_fp8.engine.exchange import Exchange, NoSync
 from gpt2_fp8.engine.gradients import Backward, Gradients
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, state_like
+from gpt2_fp8.engine.sharded import Sharded
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context
@@ -85,14 +86,13 @@ class TrainingStep:
         self.config, self.plan = config, plan
         self.model = plan.backend.build(vocab_size, sharding)
         self.scaling = plan.backend.scaling(self.model)
-        if sharding is None:
-            self.exchange = Exchange(self.model.parameters(), no_sync)
-        else:
+        reduced = torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32
+        self.exchange = Exchange(self.model.parameters(), no_sync, reduced)
+        if sharding is not None:
             self.exchange = Sharded(self.model, sharding.mesh)
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        state = lambda: [] if self.optimizer.state else state_like(self.model, config.optimizer)  # noqa: E731
-        self.attempts = Attempts(gradients, self.share, config.micro_batch, state)
+        self.attempts = Attempts(gradients, self.share, config.micro_batch, self._memory_of_update)
         self.evaluation = Evaluation(self.attempts, gradients, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
@@ -114,6 +114,11 @@ class TrainingStep:
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
         self.attempts.steps_in_fp8 = steps_in_fp8(config)
         return self.optimizer, self.schedule
+
+    def _memory_of_update(self) -> list[Tensor]:
+        """Allocate what an update needs beside gradients: the optimizer's state, and buckets beside CUDA graphs."""
+        state = [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
+        return state + (self.exchange.copies() if self.plan.backend.graphs else [])
 
     # The step
 

@@ -24,18 +24,20 @@ class Sharding:
 
     Args:
         device: of the ranks, "cuda" or "cpu".
-        world_size: the number of ranks; `copies` times as many as share a copy of the model.
-        copies: of the model. Each rank of one has the same rows as a rank of another, and they average gradients.
+        world_size: the number of ranks, `copies` times as many as share a copy of the model.
+        copies: of the model. A rank has the same rows as one of each other copy, and they average gradients.
         reshard: whether the gathered weights of a unit are freed between its forward and its backward.
-        gather: the dtype in which weights are gathered; gradients are reduced in float32.
+        gather, reduce: the dtypes in which weights are gathered and gradients reduced.
     """
 
-    def __init__(self, device: str, world_size: int, copies: int, reshard: bool, gather: torch.dtype):
+    def __init__(
+        self, device: str, world_size: int, copies: int, reshard: bool, gather: torch.dtype, reduce: torch.dtype
+    ):
         shape = (world_size,) if copies == 1 else (copies, world_size // copies)
         self.mesh: DeviceMesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
         self.reshard = reshard
         # Inputs are not cast: blocks are given RoPE's angles, in float64.
-        self._policy = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self._policy = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce, cast_forward_inputs=False)
 
     def divide(self, module: nn.Module, root: bool = False) -> None:
         """Make `module` a unit, without what is one already. The root is needed at once by its backward, and stays."""
@@ -128,5 +130,5 @@ def whole(value: Any) -> Any:
         return type(value)(map(whole, value))
     if not isinstance(value, Tensor):
         return value
-    gathered = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
-    return gathered.to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
+    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered.detach().to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None

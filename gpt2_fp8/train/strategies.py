@@ -23,7 +23,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RanksStrategy(DDPStrategy):
-    """DDP that forms its process group where the ranks have met, so that each generation has a new one."""
+    """Data parallelism whose gradients are `engine.exchange`'s.
+
+    It forms its process group where the ranks have met, so that each generation has a new one.
+    """
 
     def __init__(self) -> None:
         super().__init__(timeout=collectives.GROUP_TIMEOUT)
@@ -42,6 +45,12 @@ class RanksStrategy(DDPStrategy):
                 device_id=self.root_device if on_gpu else None,
             )
         super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        """Give every rank rank 0's weights. No DistributedDataParallel: it would hold a copy of all gradients."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            torch.distributed.broadcast(tensor.data, 0)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint's folder; weights and the optimizer's state stay in their files until they are taken."""
@@ -83,9 +92,14 @@ class ShardedStrategy(RanksStrategy):
         options, world_size = self._config.trainer, self.world_size
         together = ranks_of_copy(self._config, world_size, self.num_processes)
         assert options.gather is not None
-        gather = _DTYPES[options.gather]
-        device = self.root_device.type
-        self.sharding = Sharding(device, world_size, world_size // together, options.reshard is True, gather)
+        self.sharding = Sharding(
+            self.root_device.type,
+            world_size,
+            world_size // together,
+            reshard=options.reshard is True,
+            gather=_DTYPES[options.gather],
+            reduce=torch.bfloat16 if self._config.precision.reduce == "bf16" else torch.float32,
+        )
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up what `DDPStrategy` does, without its wrapper."""
