@@ -39,3 +39,56 @@ def test_fifty_steps_are_those_of_one_process(tmp_path, kind):
     assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
     assert "Warning" not in output
     print(output)
+
+
+# A run is cut in the validation of a step that was saved before it.
+CUT = """
+from gpt2_fp8.callbacks.progress import LogLine
+
+def cut(self, trainer, module, *_):
+    if trainer.global_step == {step} and not trainer.sanity_checking:
+        raise RuntimeError("the machine stopped")
+
+LogLine.on_validation_batch_start = cut
+"""
+LEGS = [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("cpu", 1), ("ddp", 2)]
+
+
+def leg(strategy, count):
+    words = [*SMALL[1:], *MODEL, *BATCH, f"trainer={strategy}", "trainer.accelerator=cpu", f"trainer.devices={count}"]
+    return words + ["trainer.gather=float32"] * (strategy == "fsdp")
+
+
+def contents(folder):
+    """The names, shapes and dtypes of a checkpoint's tensors, by file, and what its manifest says of these."""
+    found = {}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            found[path.name] = {key: (each.get_shape(), each.get_dtype()) for key, each in slices.items()}
+    return found | {"manifest": (manifest.keys(), manifest["files"].keys())}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
+def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path, optimizer):
+    """Its fourth step is validated in the second leg, and so on: each leg ends in a validation that is due."""
+    words = ["precision=fp32", f"optimizer={optimizer}", "trainer.max_steps=20", "trainer.val_check_interval=4",
+             "callbacks.keep_checkpoints=9"]  # fmt: skip
+    train(tmp_path / "one", *MODEL, *BATCH, *words)
+    theirs = metrics(tmp_path / "one")
+    for i, (strategy, count) in enumerate(LEGS):
+        more = [*leg(strategy, count), *words, "run_name=run"] + ["ckpt_path=last"] * (i > 0)
+        last = i + 1 == len(LEGS)
+        run(tmp_path, *more, patch=CUT.format(step=0 if last else 4 * i + 4), code=0 if last else 1)
+        own = metrics(tmp_path / "outputs/run")
+        steps = range(1, 4 * i + 5)
+        for column in ("train_loss", "grad_norm", "val_loss"):
+            expected = {step: theirs[column][step] for step in own.get(column, {})}
+            assert own.get(column, {}) == pytest.approx(expected, rel=1e-5), (strategy, count, column)
+        assert list(own["train_loss"]) == list(steps)
+    assert list(own["val_loss"]) == list(theirs["val_loss"])
+    two, divided, four = (contents(checkpoint(tmp_path / "outputs/run", step)) for step in (4, 8, 12))
+    assert divided == two
+    assert four["model.safetensors"] == two["model.safetensors"]
+    assert four["optimizer.safetensors"] == two["optimizer.safetensors"]
