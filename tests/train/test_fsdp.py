@@ -92,3 +92,73 @@ def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path, optimizer
     assert divided == two
     assert four["model.safetensors"] == two["model.safetensors"]
     assert four["optimizer.safetensors"] == two["optimizer.safetensors"]
+
+
+FEW = ["trainer.max_steps=6", "trainer.val_check_interval=6", "optim.lr=1e-4"]
+# On both ranks at one place, as GPUs of one size do: in the first forward, and in step 4 in the second backward.
+OUT_OF_MEMORY = """
+import torch
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+def training_step(self, batch, batch_idx):
+    seen = []
+
+    def fail(block, inputs):
+        seen.append(inputs)
+        size = self.step.micro_batch_size
+        if self.global_step == 0 and size == 4:
+            no_memory()
+        if self.global_step == 3 and size == 2 and len(seen) == 2:
+            inputs[0].register_hook(no_memory)
+
+    handle = self.model.blocks[1].register_forward_pre_hook(fail)
+    original(self, batch, batch_idx)
+    self.step.settle()
+    handle.remove()
+
+GPT2Module.training_step = training_step
+"""
+
+
+def test_out_of_memory_on_all_ranks_begins_the_step_again(tmp_path):
+    words = [*MODEL, *FEW, "precision=fp32", "trainer.val_check_interval=3"]
+    train(tmp_path / "small", *words, "micro_batch_size=1")
+    output = run(tmp_path, *DIVIDED, *words, *EXACT, "micro_batch_size=4", "run_name=run", patch=OUT_OF_MEMORY)
+    assert "micro_batch_size 2 instead of 4" in output
+    assert "micro_batch_size 1 instead of 2" in output
+    own, small = metrics(tmp_path / "outputs/run"), metrics(tmp_path / "small")
+    for column in ("train_loss", "val_loss", "grad_norm"):
+        assert own[column] == pytest.approx(small[column], rel=1e-6), column
+
+
+NAN = """
+from gpt2_fp8.engine.gradients import Gradients
+of_step = Gradients.of_step
+steps = [0]
+
+def not_finite(self, *inputs):
+    steps[0] += 1
+    bad = steps[0] == 3 and os.environ["RANK"] == "1"
+    return of_step(self, *inputs) * (float("nan") if bad else 1.0)
+
+Gradients.of_step = not_finite
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "emulated"])
+def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_on_both(tmp_path, precision):
+    words = EXACT if precision == "fp32" else [*EMULATED, "recipe=current"]
+    output = run(tmp_path, *DIVIDED, *FEW, *words, "run_name=run", patch=NAN)
+    report = summary(tmp_path / "outputs/run")
+    assert report["status"] == "completed"
+    assert report["skipped_steps"] == (1 if precision == "fp32" else 0), output
+    assert metrics(tmp_path / "outputs/run")["bf16_reruns"][6] == (0 if precision == "fp32" else 1)
+
+
+def test_sigterm_to_one_rank_saves_the_whole_model(tmp_path):
+    run(tmp_path, *DIVIDED, *FEW, *EXACT, "run_name=run", patch=fault(1, 2, "SIGTERM"), code=143)
+    assert summary(tmp_path / "outputs/run")["status"] == "stopped"
+    names = contents(checkpoint(tmp_path / "outputs/run", 3))["model.safetensors"]
+    assert names["tokens.weight"] == ([320, 32], "F32")
