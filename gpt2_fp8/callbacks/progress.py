@@ -152,6 +152,7 @@ class Samples(pl.Callback):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            pl_module.step.exchange.give_up()
             log.warning("no sample at step %d: out of memory", trainer.global_step)
             return
         if signals.is_pending():

@@ -60,6 +60,8 @@ class Evaluation:
 
     def _room(self) -> bool:
         """Free the CUDA graphs of training; return whether there were any. From then on every validation begins so."""
+        if self._gradients.exchange.place is not None:
+            self._gradients.exchange.give_up()
         if freed := self._gradients.release_graphs():
             self._in_room_of_graphs = True
             log.warning("no room for a validation beside training's CUDA graphs: they are recorded again after each")

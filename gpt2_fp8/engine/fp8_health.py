@@ -104,6 +104,7 @@ class FP8Health:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            self._step.exchange.give_up()
             self.failed = str(error).partition("\n")[0]
             return []
         known = {health.tensor: health for health in stored}

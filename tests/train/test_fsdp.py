@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tests.ranks import BATCH, TWO, fault, run
+from tests.ranks import BATCH, fault, run
 from tests.runs import SMALL, checkpoint, metrics, summary, train
 
 MODEL = ["model.n_layer=2"]
