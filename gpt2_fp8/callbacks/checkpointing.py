@@ -93,6 +93,9 @@ class Checkpointing(Checkpoint):
         # `storage_options` is all that `save_checkpoint` passes on.
         save = partial(trainer.save_checkpoint, weights_only=False, storage_options=partial(self._write, trainer))
         with self._measure_stall():
+            if trainer.is_global_zero and hasattr(trainer.strategy, "copy_to_host"):
+                self.writer.begin_copy()
+                trainer.strategy.copy_to_host = self.writer.copy
             return self.tracker.request(step, save, trainer.strategy.broadcast)
 
     def save_now(self, trainer: Trainer) -> bool:
@@ -114,7 +117,7 @@ class Checkpointing(Checkpoint):
         except OSError as error:
             self.writer.fail(pointer.step, error)
             return
-        self.writer.save(checkpoint, pointer, is_copy=_gathers(trainer))
+        self.writer.save(checkpoint, pointer)
         if self._leaving:
             self.writer.close()
 
@@ -154,7 +157,7 @@ class Checkpointing(Checkpoint):
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the writer what it will get: after the first step there are moments, and CUDA graphs are recorded."""
         state = pl_module.state_dict()  # on all ranks: it settles the step
-        if trainer.is_global_zero and not _gathers(trainer):
+        if trainer.is_global_zero:
             self.writer.prepare([state, *(optimizer.state_dict() for optimizer in trainer.optimizers)])
         self._prepared = True
 
@@ -214,11 +217,6 @@ class Checkpointing(Checkpoint):
             self.tracker.resume(checkpoint["global_step"])
         if state and is_validation_due(state, path, checkpoint["global_step"]):
             loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
-
-
-def _gathers(trainer: Trainer) -> bool:
-    """Return whether the strategy makes copies of a checkpoint's tensors."""
-    return bool(getattr(trainer.strategy, "gathers_state", False))
 
 
 def _flush_loggers(trainer: Trainer) -> None:

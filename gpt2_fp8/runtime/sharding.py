@@ -119,16 +119,16 @@ def divided(own: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def whole(value: Any) -> Any:
-    """Return a state with whole tensors on the CPU, copies of their own: on rank 0; others get None for them.
+def whole(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with a `copy` of each whole tensor on rank 0; other ranks get None for it.
 
     Collective. Tensors are gathered one by one.
     """
     if isinstance(value, dict):
-        return type(value)((key, whole(each)) for key, each in value.items())
+        return type(value)((key, whole(each, copy)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value)(map(whole, value))
+        return type(value)(whole(each, copy) for each in value)
     if not isinstance(value, Tensor):
         return value
     gathered = value.full_tensor() if isinstance(value, DTensor) else value
-    return gathered.detach().to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
+    return copy(gathered.detach()) if torch.distributed.get_rank() == 0 else None

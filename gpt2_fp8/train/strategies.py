@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,11 +77,11 @@ class ShardedStrategy(RanksStrategy):
 
     Attributes:
         sharding: how it is divided, once the ranks have formed a group.
-        gathers_state: a checkpoint's tensors are copies, which nothing changes.
+        copy_to_host: copies each whole tensor of a checkpoint, on rank 0.
     """
 
     sharding: Sharding
-    gathers_state = True
+    copy_to_host: Callable[[Tensor], Tensor] = staticmethod(partial(Tensor.to, device="cpu", copy=True))
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -110,12 +111,12 @@ class ShardedStrategy(RanksStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole weights on rank 0. Collective."""
-        whole: dict[str, Any] = sharding.whole(super().lightning_module_state_dict())
+        whole: dict[str, Any] = sharding.whole(super().lightning_module_state_dict(), self.copy_to_host)
         return whole
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the whole state of an optimizer on rank 0. Collective."""
-        whole: dict[str, Tensor] = sharding.whole(super().optimizer_state(optimizer))
+        whole: dict[str, Tensor] = sharding.whole(super().optimizer_state(optimizer), self.copy_to_host)
         return whole
 
     def teardown(self) -> None:
