@@ -66,7 +66,8 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     finally:
         training.close(error)
         rendezvous.ending()
-        clean_up()
+        if error is None or not place.launcher:  # a GPU that waits for a rank does not answer
+            clean_up()
 
 
 class Parts(NamedTuple):
