@@ -123,7 +123,7 @@ class Backend(ABC):
         options = self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins
         if sharding is None:
             return GPT2(*options)
-        self.fused_loss = self.device == "cuda"
+        self.fused_loss = self.device == "cuda" and self.ran != "fp32"
         model = GPT2(*options, built=sharding.divide)
         if not model.spec.tied:
             sharding.divide(model.head)

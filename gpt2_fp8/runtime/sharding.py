@@ -6,7 +6,7 @@ of a tensor in their order, the first ones as many as fit evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,21 +57,27 @@ def lend(model: nn.Module, twin: nn.Module) -> None:
 
     A unit of the twin runs as a forward of the unit of `model`, which gathers the parameters and reduces gradients.
     """
-    units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    for name in units:
-        unit, other = model.get_submodule(name), twin.get_submodule(name)
-        within = {one for one in units if one != name and one.startswith(f"{name}." if name else "")}
+    for name, unit in model.named_modules():
+        if not is_divided(unit):
+            continue
+        other = twin.get_submodule(name)
         shared = [
-            (owner, key, twin.get_submodule(path))
-            for path, owner in model.named_modules()
-            if path == name or path.startswith(f"{name}." if name else "")
-            if not any(path == one or path.startswith(f"{one}.") for one in within)
+            (owner, key, other.get_submodule(path))
+            for path, owner in _own_modules(unit)
             for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        for method in ("forward", AS_FORWARD) if not name else ("forward",):
+        for method in ("forward",) if name else ("forward", AS_FORWARD):
             setattr(unit, f"lent_{method}", _taking(shared, getattr(other, method)))
             register_fsdp_forward_method(unit, f"lent_{method}")
             setattr(other, method, getattr(unit, f"lent_{method}"))
+
+
+def _own_modules(unit: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a unit by their paths, without those of the units within it."""
+    yield path, unit
+    for name, child in unit.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child, f"{path}.{name}" if path else name)
 
 
 def _taking(shared: list[tuple[nn.Module, str, nn.Module]], compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,7 +45,8 @@ KILLED = ["killed_before_its_gradients", "killed_in_the_exchange"]
 
 SMALL_LLAMA = [
     *WIDE, "model.norm=rms_norm", "model.mlp=swiglu", "model.positions=rope", "model.tied_head=false",
-    "model.bias=false", "model.n_kv_head=4", "micro_batch_size=2", "trainer.max_steps=12", "trainer.val_check_interval=6", "optim.lr=1e-4",
+    "model.bias=false", "model.n_kv_head=4", "micro_batch_size=2", "trainer.max_steps=12",
+    "trainer.val_check_interval=6", "optim.lr=1e-4",
     "callbacks.checkpoint_every_n_steps=6",
 ]  # fmt: skip
 IN_TE = [*ON_GPU[1:], *SMALL_LLAMA, "precision.backend=te", "recipe=delayed"]

@@ -22,7 +22,7 @@ EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 KINDS = {
     "fp32": (2, 50, ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_every_n_steps=10"], []),
     "fp8": (2, 20, [*EMULATED, "recipe=delayed", "precision.bf16_last_steps=5"], ["trainer.gather=bfloat16"]),
-    "copies": (4, 10, ["precision=bf16", *LLAMA], ["trainer.gather=bfloat16", "trainer.shard=2"]),
+    "copies": (4, 10, ["precision=bf16", *LLAMA, "micro_batch_size=1"], ["trainer.gather=bfloat16", "trainer.shard=2"]),
     "kept": (2, 10, [*EMULATED, "recipe=current", *LLAMA, "activation_checkpointing=full"], ["trainer.reshard=false"]),
 }
 
