@@ -127,7 +127,7 @@ class Backend(ABC):
         model = GPT2(*options, built=sharding.divide)
         if not model.spec.tied:
             sharding.divide(model.head)
-        sharding.divide(model, root=True)
+        sharding.divide_rest(model, model.spec.tied)
         return model
 
     def _separator(self) -> int | None:

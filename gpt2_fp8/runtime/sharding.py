@@ -39,12 +39,19 @@ class Sharding:
         # Inputs are not cast: blocks are given RoPE's angles, in float64.
         self._policy = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce, cast_forward_inputs=False)
 
-    def divide(self, module: nn.Module, root: bool = False) -> None:
-        """Make `module` a unit, without what is one already. The root is needed at once by its backward, and stays."""
-        reshard = None if root and self.reshard else self.reshard
+    def divide(self, module: nn.Module, reshard: bool | None = None) -> None:
+        """Make `module` a unit, without what is one already. `reshard`: in place of this object's."""
+        reshard = self.reshard if reshard is None else reshard
         fully_shard(module, mesh=self.mesh, mp_policy=self._policy, reshard_after_forward=reshard)
-        if root:
-            register_fsdp_forward_method(module, AS_FORWARD)
+
+    def divide_rest(self, model: Any, tied: bool) -> None:
+        """Make what is left of the model its root: the tables. A tied one is the head's weight too.
+
+        A backward needs that at once, so it stays, and the values of an embedding not at all.
+        """
+        self.divide(model, reshard=self.reshard and not tied)
+        model.set_unshard_in_backward(tied)
+        register_fsdp_forward_method(model, AS_FORWARD)
 
 
 def is_divided(model: nn.Module) -> bool:
