@@ -8,20 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
 # One or two launches for hundreds of tensors: lists of equal length; a list and a number.
 copy_all, divide_all = torch._foreach_copy_, torch._foreach_div_
-
-
-def all_reduce_together(tensors: Sequence[Tensor], op: Any) -> None:
-    """All-reduce tensors of one dtype in place, together. The public `all_reduce_coalesced` warns that it will go."""
-    with distributed_c10d._coalescing_manager(async_ops=True) as work:
-        for tensor in tensors:
-            distributed_c10d.all_reduce(tensor, op=op)
-    work.wait()
 
 
 def agent_waits(seconds: int) -> dict[str, Any]:

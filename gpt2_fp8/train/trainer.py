@@ -129,7 +129,10 @@ class LaunchedEnvironment(TorchElasticEnvironment):
 
 
 class RanksStrategy(DDPStrategy):
-    """DDP that forms its process group where the ranks have met, so that each generation has a new one."""
+    """Data parallelism whose gradients are `engine.exchange`'s.
+
+    It forms its process group where the ranks have met, so that each generation has a new one.
+    """
 
     def __init__(self) -> None:
         super().__init__(timeout=collectives.GROUP_TIMEOUT)
@@ -148,6 +151,12 @@ class RanksStrategy(DDPStrategy):
                 device_id=self.root_device if on_gpu else None,
             )
         super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        """Give every rank rank 0's weights. No DistributedDataParallel: it would hold a copy of all gradients."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            torch.distributed.broadcast(tensor.data, 0)
 
 
 class SameRun(Callback):
