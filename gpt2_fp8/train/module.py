@@ -156,7 +156,6 @@ class GPT2Module(pl.LightningModule):
             begin(self.trainer.global_step)
         rng.begin_rank(self._random_states, self.config.seed, self.trainer.global_step)
         self._step_state, self._random_states = {}, []  # from now on the step's own are newer
-        self._check_replicas()
         self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
