@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from gpt2_fp8.config.errors import Drifted
 from gpt2_fp8.runtime import collectives
@@ -16,16 +16,15 @@ from gpt2_fp8.runtime import collectives
 _SHOWN = 8  # ranks in a message
 
 
-def check_replicas(parameters: Iterable[Tensor], step: int) -> None:
+def check_replicas(model: nn.Module, step: int) -> None:
     """Raise Drifted, the same on all ranks, if any of them has other weights than the others after `step`. Collective.
 
     A flipped bit, or a kernel that computes other numbers, leaves a finite loss. The optimizer's moments are not read:
-    where they differ, the weights do after the next update. Weights in shards (DTensor) have no replicas here.
+    where they differ, the weights do after the next update. A model that FSDP2 has divided is not looked at.
     """
-    weights = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    if not weights or not collectives.is_distributed():
+    if not collectives.is_distributed() or isinstance(model, FSDPModule):
         return
-    found = collectives.everyones((checksum(weights), socket.gethostname()))
+    found = collectives.everyones((checksum(model.parameters()), socket.gethostname()))
     sums = [own for own, _ in found]
     common = Counter(sums).most_common(1)[0][0]  # rank 0's, if as many ranks have another
     if different := [f"{rank} (on {host})" for rank, (own, host) in enumerate(found) if own != common]:

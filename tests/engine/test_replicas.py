@@ -33,9 +33,10 @@ def test_every_bit_and_every_place_counts():
      ([7] * 11 + [*range(8, 18)], r"ranks 11 \(on l\), .*, 18 \(on s\) and 2 more differ from those of rank 0 ")],
 )  # fmt: skip
 def test_the_ranks_that_differ_from_most_are_named(monkeypatch, sums, named):
+    model = torch.nn.ParameterList(WEIGHTS)
     monkeypatch.setattr(replicas.collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(replicas.collectives, "everyones", lambda own: [*zip(sums, string.ascii_letters, strict=False)])
     with pytest.raises(Drifted, match=named + "after step 3, which is not saved"):
-        check_replicas(WEIGHTS, 3)
-    sums[:] = [7] * len(sums)
-    check_replicas(WEIGHTS, 3)
+        check_replicas(model, 3)
+    monkeypatch.setattr(replicas.collectives, "everyones", lambda own: [own] * 4)
+    check_replicas(model, 3)
