@@ -62,7 +62,7 @@ def test_a_run_of_many_ranks_reads_in_more_lanes(
     config = cached(tmp_path, "x", files_config(many_units))
     for ranks in (16, 64):
         Preparation(Job(config, N, 128, 1, ranks=ranks)).run()
-        assert ranks <= len(taken(asked)) <= 2 * ranks, "a unit of each lane, and what is read ahead"
+        assert ranks <= len(taken(asked)) < 3 * ranks, "a unit of each lane, and what is read ahead"
 
 
 def test_it_reads_the_units_of_a_mixture(tmp_path: Path, asked: set[Unit]) -> None:
