@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gpt2_fp8.compat.torch_private import agent_waits
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, Drifted, RunError
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.ranks import Ranks
 
@@ -36,7 +36,7 @@ GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank h
 SAVE_SECONDS = 600  # that the ranks have to save and end after a signal, under an agent of this process
 _LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_AGREED = (Diverged, DataSourceLost)  # ends to which all ranks come together
+_AGREED = (Diverged, Drifted, DataSourceLost)  # ends to which all ranks come together
 
 _joined: Meeting | None = None
 

@@ -7,11 +7,13 @@ trainer.devices, or memory of one's own, is not run there.
 import importlib.util
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from gpt2_fp8.engine.replicas import checksum
 from tests.gpu import launches
 from tests.gpu.common import hopper
 from tests.gpu.launches import SHARED, Launch
@@ -233,3 +235,18 @@ def test_out_of_memory_on_one_gpu_ends_a_sharded_run_with_its_name(runs):
     run = runs("fsdp, no memory on one")
     assert run.codes == [2], run.output
     assert run.output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, run.output
+
+
+def test_weights_of_1_5b_are_compared_within_10_ms():
+    block = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), (4800,), (6400,), *[(1600,)] * 6]
+    weights = [torch.randn(shape, device="cuda") for shape in [(50304, 1600), (1024, 1600), *48 * block, (1600,)]]
+    assert checksum(weights[1:20]) == checksum([weight.cpu() for weight in weights[1:20]])
+    before, seconds = torch.cuda.memory_allocated(), []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        checksum(weights)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.010, seconds
+    assert torch.cuda.max_memory_allocated() - before < 100e6
