@@ -157,7 +157,6 @@ class SplitMLP(nn.Module):
         for layer, of in ((self.fc1, "fc1"), (self.fc2, "fc2")):
             self._take_over(layer, "weight", f"{of}_weight")
             self._take_over(layer, "bias", f"{of}_bias")
-        self._lend()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute y. `is_first_microbatch`: see `GPT2.forward`."""
@@ -166,19 +165,16 @@ class SplitMLP(nn.Module):
         return self._forward(x, is_first_microbatch)
 
     def _take_over(self, layer: nn.Module, name: str, own: str) -> None:
-        """Register a layer's parameter here as `own`; None if the layer has none. The layer computes with it still."""
+        """Register a layer's parameter here as `own`, and None if it has none. `_forward` lends it to the layer."""
         parameter = dict(layer.named_parameters(recurse=False)).get(name)
         setattr(self, own, parameter)
         if parameter is not None:
             delattr(layer, name)
             self._lent.append((layer, name, own))
 
-    def _lend(self) -> None:
-        for layer, name, own in self._lent:
-            object.__setattr__(layer, name, getattr(self, own))  # torch's own __setattr__ would register it there
-
     def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        self._lend()  # each time: FSDP puts gathered parameters into the place of its own
+        for layer, name, own in self._lent:  # each time: FSDP puts gathered ones into the place of its own
+            object.__setattr__(layer, name, getattr(self, own))  # torch's own __setattr__ would register it there
         h = self.fc1(x, is_first_microbatch)
         return self.fc2(reference.activate(h, self.gated), is_first_microbatch)
 

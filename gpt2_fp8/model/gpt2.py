@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gpt2_fp8.model.parameters import parameters
 
 VOCABULARY_MULTIPLE = 64  # FP8 GEMMs need dimensions divisible by 16; 64 also fills their kernels' tiles
 INITIAL_STD = 0.02
+_AT_ONCE = 4  # tensors whose values are drawn at once: 8 billion take a minute one after the other
 
 
 def padded_vocabulary(vocab_size: int) -> int:
@@ -136,18 +138,24 @@ def initialise(model: GPT2, seed: int, fill: Callable[[Tensor, Tensor], object] 
     """
     config, padded_vocab_size = model.config, model.tokens.num_embeddings
     roles = {p.name: p.role for p in parameters(config, padded_vocab_size)}
-    for name, parameter in model.named_parameters():
-        if roles[name] == "bias":
-            parameter.zero_()
-        elif roles[name] == "norm":
-            parameter.fill_(1.0)
-        else:
+
+    def draw(named: tuple[str, Tensor]) -> Tensor:
+        name, parameter = named
+        # The device is named because Lightning sets a default device here.
+        values = torch.zeros(parameter.shape, device="cpu")
+        if roles[name] == "norm":
+            values.fill_(1.0)
+        elif roles[name] != "bias":
             into_residual = roles[name] == "into_residual" and config.depth_scaled_init
             std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            # The device is named because Lightning sets a default device here.
-            values = torch.empty(parameter.shape, device="cpu")
-            values.normal_(0.0, std, generator=generator)
-            if name in ("tokens.weight", "head.weight"):
-                values[model.vocab_size :].zero_()
-            fill(parameter, values)
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode())))
+        if name in ("tokens.weight", "head.weight"):
+            values[model.vocab_size :].zero_()
+        return values
+
+    every = list(model.named_parameters())
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for start in range(0, len(every), _AT_ONCE):
+            some = every[start : start + _AT_ONCE]
+            for (_, parameter), values in zip(some, pool.map(draw, some), strict=True):
+                fill(parameter, values)
