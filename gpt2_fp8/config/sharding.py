@@ -9,8 +9,6 @@ from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.run_length import known_ranks, largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 
-KEYS = "trainer.shard trainer.reshard trainer.gather"
-
 
 def ranks_of_copy(config: RunConfig, world_size: int, local_world_size: int) -> int:
     """Return among how many ranks a copy of the model is divided."""

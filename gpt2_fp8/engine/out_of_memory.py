@@ -127,7 +127,8 @@ class Fitting:
 
     def _shrink(self, reason: str) -> None:
         if self.size == 1:
-            smaller = "trainer=fsdp on several GPUs, a smaller model, or a shorter model.n_positions"
+            smaller = "a smaller model, or a shorter model.n_positions"
+            smaller = smaller if self._place else f"trainer=fsdp on several GPUs, {smaller}"
             remedy = f"{self.saves}, {smaller}" if self.saves else smaller
             raise UserError.of(f"out of memory with {self.what}=1: {reason}", remedy)
         before, self.size = self.size, largest_divisor(self.sequences, self.size - 1)
