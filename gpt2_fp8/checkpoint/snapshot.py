@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from gpt2_fp8.checkpoint import tree
+from gpt2_fp8.runtime.sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Snapshots:
 
     def prepare(self, value: Any) -> None:
         """Begin to lock as much memory as snapshots of `value` take, as `Pinned.reserve` does; returns at once."""
-        tensors = list({_identity(tensor): tensor for tensor in _gpu_tensors(value)}.values())
+        tensors = list({tree.memory_key(local(tensor)): tensor for tensor in _gpu_tensors(value)}.values())
         if tensors:
             self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
 
@@ -178,10 +178,6 @@ def _copy(value: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
     if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
         return copy_tensor(value)
     return copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _identity(tensor: Tensor) -> Any:
-    return id(tensor) if isinstance(tensor, DTensor) else tree.memory_key(tensor)
 
 
 def _gpu_tensors(value: Any) -> Iterator[Tensor]:

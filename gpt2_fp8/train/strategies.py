@@ -20,7 +20,7 @@ from gpt2_fp8.config.sharding import ranks_of_copy
 from gpt2_fp8.runtime import collectives, rendezvous, sharding
 from gpt2_fp8.runtime.sharding import Sharding
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 
 
 class RanksStrategy(DDPStrategy):
@@ -90,17 +90,11 @@ class ShardedStrategy(RanksStrategy):
     def setup_environment(self) -> None:
         """See `RanksStrategy`."""
         super().setup_environment()
-        options, world_size = self._config.trainer, self.world_size
-        together = ranks_of_copy(self._config, world_size, self.num_processes)
+        options, world_size, device = self._config.trainer, self.world_size, self.root_device.type
+        copies = world_size // ranks_of_copy(self._config, world_size, self.num_processes)
         assert options.gather is not None
-        self.sharding = Sharding(
-            self.root_device.type,
-            world_size,
-            world_size // together,
-            reshard=options.reshard is True,
-            gather=_DTYPES[options.gather],
-            reduce=torch.bfloat16 if self._config.precision.reduce == "bf16" else torch.float32,
-        )
+        dtypes = _DTYPES[options.gather], _DTYPES[self._config.precision.reduce]
+        self.sharding = Sharding(device, world_size, copies, options.reshard is True, *dtypes)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up what `DDPStrategy` does, without its wrapper."""
