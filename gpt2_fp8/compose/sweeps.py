@@ -119,6 +119,8 @@ def check_joblib(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.devices not in (1, "auto") or config.trainer.num_nodes != 1:
         reason = "with hydra/launcher=joblib each job has one GPU, or a share of the CPU"
         yield problem(config, "trainer.devices trainer.num_nodes", reason)
+    if config.trainer.max_restarts:
+        yield problem(config, "trainer.max_restarts", "hydra/launcher=joblib starts each job once")
 
 
 def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]] | None) -> None:

@@ -181,6 +181,7 @@ class TrainerConfig:
     devices: Annotated[int, Range(1, 4096)] | Literal["auto"]  # per node; auto: every GPU
     num_nodes: Annotated[int, Range(1, 10**6)]
     strategy: Literal["auto", "ddp"]
+    max_restarts: Annotated[int, Range(0, 10**3)] = 0  # how often a rank that fails or is killed starts all ranks again
     max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
     max_tokens: Count | None = None  # the last step within it is the last
     max_epochs: Annotated[int, Range(1, 10**5)] | None = None  # passes over the training text, counted first

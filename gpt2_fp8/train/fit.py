@@ -98,7 +98,7 @@ class Training:
         self.parts: Parts | None = None
         self._world_size, self._limit = 1, ""  # the key of the limit that gives the last step
         if (met := rendezvous.get_meeting()) is not None:
-            collectives.record_flights(folder)
+            collectives.record_flights(end.folder)
             met.watch(self._end_hanging)
 
     def prepare(self) -> None:

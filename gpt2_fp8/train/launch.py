@@ -126,19 +126,25 @@ def import_rendezvous() -> ModuleType:
         return rendezvous
 
 
-def launch_ranks(config: RunConfig, words: Callable[[], Sequence[str]]) -> int | None:
+def launch_ranks(end: RunEnd, words: Callable[[], Sequence[str]]) -> int | None:
     """Run a job as one process for each rank; returns the exit code, None if this process runs it.
 
-    That is where a launcher has started it, or where one process is enough. `words` returns the command line.
+    That is where a launcher has started it, or where one process is enough, which nobody starts again. `words` returns
+    the command line. Raises RankLost if a rank was killed.
     """
-    options = config.trainer
-    if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
+    options = end.config.trainer
+    alone = options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu")
+    if ranks.current().launcher or (alone and not options.max_restarts):
         return None
     from gpt2_fp8.runtime import devices  # imports torch
 
-    if (count := devices.devices(config, devices.device(config))) == 1:
+    if (count := devices.devices(end.config, devices.device(end.config))) == 1 and not options.max_restarts:
         return None
     with signals.handle_signals():
-        from gpt2_fp8.runtime.rendezvous import launch
+        from gpt2_fp8.runtime import rendezvous
 
-    return launch(count, words())
+    try:
+        return rendezvous.launch(count, options.max_restarts, words())
+    except rendezvous.RankLost as lost:
+        end.name_lost(lost)
+        raise

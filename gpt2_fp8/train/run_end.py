@@ -139,14 +139,14 @@ class RunEnd:
         self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
-        self._config, self._here, self._typed = config, here, typed
+        self.config, self._here, self._typed = config, here, typed
 
     def close(self, error: BaseException | None) -> None:
         """Write the summary and the last lines of the log, on rank 0. `error` has ended the run; None: it ended well.
 
         A refusal does not replace the summary of a run that has saved something.
         """
-        saved = bool(pointers.steps(self.folder / "checkpoints"))
+        saved = self._has_saved()
         if isinstance(error, RunError):
             error.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
         self.summary.finish(error)
@@ -161,9 +161,21 @@ class RunEnd:
         for line in self._last_lines() if self.first_step is not None else ():
             log.info(line)
 
+    def name_lost(self, lost: RunError) -> None:
+        """Have the summary name the rank that was killed: rank 0 may not have known, or may have been the one."""
+        if found := read_summary(self.folder):
+            lost.tell(own_words.going_on(self.folder, self._here, self._has_saved(), self.in_sweep))
+            told = {"status": lost.status, "exit_code": lost.exit_code, "message": str(lost), "ended": _now()}
+            durable.write_json(self.folder / NAME, found | told)
+        else:
+            self.close(lost)
+
+    def _has_saved(self) -> bool:
+        return bool(pointers.steps(self.folder / "checkpoints"))
+
     def _last_lines(self) -> Iterator[str]:
         """Yield the last lines of the log: results, where the curves are, and what to type next."""
-        done, config, first_step = self.summary, self._config, self.first_step or 0
+        done, config, first_step = self.summary, self.config, self.first_step or 0
         yield result_line(done, first_step)
         here = self._typed.here if self._typed else None
         shown = shlex.quote(str(as_typed(self.folder, here)))
@@ -188,7 +200,7 @@ class RunEnd:
         """Return the command that continues the run, for as long again if it has completed."""
         done = self.summary
         completed = done.status == "completed"
-        longer = own_words.twice_as_long(self._config, done.ended_by, done.steps) if completed else []
+        longer = own_words.twice_as_long(self.config, done.ended_by, done.steps) if completed else []
         started = ranks.current()
         if started.several and started.launcher != ranks.OWN:  # `python` alone would go on in a single process
             line = "line" if started.launcher == ranks.VARIABLES else f"line of {started.launcher}"
