@@ -242,16 +242,51 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one):
-    output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGKILL"), code=1)
-    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", output), output
+    """Rank 0, which writes the summary, as NCCL's watchdog kills one that waits in vain."""
+    began = time.monotonic()
+    output = run(tmp_path, *TWO, "run_name=run", patch=fault(0, 7, "SIGABRT"), code=1)
+    assert time.monotonic() - began < 60
+    named = r"rank 0 \(process \d+\) was killed by SIGABRT"
+    assert re.search(named, output), output
+    assert re.search(named, summary(tmp_path / "outputs/run")["message"])
     assert "Traceback" not in output
     run(tmp_path, *TWO, "run_name=run", "ckpt_path=last")
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
+@pytest.mark.parametrize(("words", "rank"), [(TWO, 1), (WORDS, 0)])
+def test_a_run_with_restarts_completes_as_if_no_rank_had_been_killed(tmp_path, two, words, rank):
+    output = run(tmp_path, *words, "trainer.max_restarts=1", patch=fault(rank, 7, "SIGKILL"))
+    assert f"launcher   torch's agent: {1 + rank} process" in output
+    assert "started again\n" in output
+    assert_equal_but_for_rounding(the_run(tmp_path), the_run(two[0]))
+
+
+def test_a_refusal_ends_a_run_with_restarts(tmp_path):
+    """It happens once: the ranks would complete if they were started again."""
+    refusal = 'from gpt2_fp8.config.errors import UserError; raise UserError.of("not so")'
+    output = run(tmp_path, *TWO, "trainer.max_restarts=3", patch=fault(0, 3, refusal), code=2)
+    assert output.count("not so") == 1, output
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    hurry = (
+        "\nfrom datetime import timedelta\nfrom torch.distributed.elastic.multiprocessing import PContext\n"
+        "from gpt2_fp8.runtime import collectives, rendezvous\n"
+        "collectives.GROUP_TIMEOUT = timedelta(seconds=3)\nrendezvous.GRACE_SECONDS = 1.0\n"
+        "PContext.close.__defaults__ = (None, 3)\n"
+    )
+    output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGSTOP") + hurry, code=1)
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["steps"]) == ("failed", 7)
+    assert output.count("rank 1 hangs") == 1, output
+    assert "rank 1 hangs" in report["message"]
+    assert "Traceback" not in output
+
+
 def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path):
     patch = fault(1, 2, "SIGTERM") + SLOW_SUMMARY
-    output = run(tmp_path, *TWO, "run_name=run", patch=patch, code=143)
+    output = run(tmp_path, *TWO, "run_name=run", "trainer.max_restarts=1", patch=patch, code=143)
     assert summary(tmp_path / "outputs/run")["status"] == "stopped"
     assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
     assert output.count("ckpt_path=last continues") == 1, output
