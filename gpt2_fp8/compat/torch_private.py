@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
@@ -20,14 +19,6 @@ if TYPE_CHECKING:  # imported in a function: the agent's are many modules
 
 # One or two launches for hundreds of tensors: lists of equal length; a list and a number.
 copy_all, divide_all = torch._foreach_copy_, torch._foreach_div_
-
-
-def all_reduce_together(tensors: Sequence[Tensor], op: Any) -> None:
-    """All-reduce tensors of one dtype in place, together. The public `all_reduce_coalesced` warns that it will go."""
-    with distributed_c10d._coalescing_manager(async_ops=True) as work:
-        for tensor in tensors:
-            distributed_c10d.all_reduce(tensor, op=op)
-    work.wait()
 
 
 def rank_agent(spec: WorkerSpec, is_fault: Callable[[Mapping[int, ProcessFailure], int], bool], seconds: int) -> Any:

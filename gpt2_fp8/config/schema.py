@@ -56,6 +56,7 @@ class PlainPrecisionConfig:
     name: Literal["fp32", "bf16"]
     # which layers compute it; auto: in FP8 the first of fused, te and torchao that can, else reference, plain torch
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
+    reduce: Literal["fp32", "bf16"] = "fp32"  # what several GPUs sum gradients in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class FP8PrecisionConfig:
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
     bf16_last_steps: Steps = 0  # how many steps at the end of the run compute in bf16
+    reduce: Literal["fp32", "bf16"] = "fp32"  # what several GPUs sum gradients in
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 

@@ -82,11 +82,11 @@ class TrainingStep:
         self.config, self.plan = config, plan
         self.model = plan.backend.build(vocab_size)
         self.scaling = plan.backend.scaling(self.model)
-        self.exchange = Exchange(self.model.parameters(), no_sync)
+        reduced = torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32
+        self.exchange = Exchange(self.model.parameters(), no_sync, reduced)
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        state = lambda: [] if self.optimizer.state else state_like(self.model, config.optimizer)  # noqa: E731
-        self.attempts = Attempts(gradients, self.share, config.micro_batch, state)
+        self.attempts = Attempts(gradients, self.share, config.micro_batch, self._memory_of_update)
         self.evaluation = Evaluation(self.attempts, gradients, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
@@ -108,6 +108,11 @@ class TrainingStep:
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
         self.attempts.steps_in_fp8 = steps_in_fp8(config)
         return self.optimizer, self.schedule
+
+    def _memory_of_update(self) -> list[Tensor]:
+        """Allocate what an update needs beside gradients: the optimizer's state, and buckets beside CUDA graphs."""
+        state = [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
+        return state + (self.exchange.copies() if self.plan.backend.graphs else [])
 
     # The step
 

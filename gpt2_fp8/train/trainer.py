@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,13 @@ from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
 _QUIET = (
     *("lightning.pytorch", "lightning.fabric"),
     *("datasets", "huggingface_hub", "httpx", "httpx2"),  # a line for each file and each request
+    "TransformerEngine",  # whether torch.compile takes it
 )
+# Warnings of libraries about themselves.
+_USELESS: dict[str, type[Warning]] = {
+    ".*cannot be converted to a JitArgument": UserWarning,  # of FlashAttention 4 by cutlass
+    r"invalid escape sequence '\\\.'": SyntaxWarning,  # in torchao 0.18
+}
 # Names of places, which may be another one on each node. What is read there is compared.
 _PLACES = (
     *("run_name", "ckpt_path", "init_from", "tags", "notes"),
@@ -129,7 +136,10 @@ class LaunchedEnvironment(TorchElasticEnvironment):
 
 
 class RanksStrategy(DDPStrategy):
-    """DDP that forms its process group where the ranks have met, so that each generation has a new one."""
+    """Data parallelism whose gradients are `engine.exchange`'s.
+
+    It forms its process group where the ranks have met, so that each generation has a new one.
+    """
 
     def __init__(self) -> None:
         super().__init__(timeout=collectives.GROUP_TIMEOUT)
@@ -148,6 +158,12 @@ class RanksStrategy(DDPStrategy):
                 device_id=self.root_device if on_gpu else None,
             )
         super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        """Give every rank rank 0's weights. No DistributedDataParallel: it would hold a copy of all gradients."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            torch.distributed.broadcast(tensor.data, 0)
 
 
 class SameRun(Callback):
@@ -252,10 +268,16 @@ def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def quiet_logs() -> None:
-    """Leave the log to this run, on one rank."""
+    """Leave the log to this run, on one rank. What libraries say on another rank is in the file of that rank alone."""
     if not ranks.is_first_rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
+        logging.captureWarnings(True)
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(logging.Filter("gpt2_fp8"))
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
     lightning_private.ignore_warnings()
+    for message, category in _USELESS.items():
+        warnings.filterwarnings("ignore", message=message, category=category)

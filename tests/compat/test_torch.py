@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.launcher.api import LaunchConfig
 from torch.nn.attention import SDPBackend
@@ -25,17 +24,6 @@ def test_muons_iteration_leaves_singular_values_near_1(shape):
     found = torch.linalg.svdvals(torch_private.orthogonalize(matrix, 5).float())
     assert bool((found > 0.5).all())
     assert bool((found < 1.5).all())
-
-
-def test_all_reduce_together_is_one_operation_on_all_tensors():
-    """Of one rank; two: tests/runtime/test_collectives.py."""
-    store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        torch_private.all_reduce_together(tensors := [torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
-        assert [tensor.sum() for tensor in tensors] == [2, 3]
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_inductors_workers_can_be_started_ahead():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from gpt2_fp8.compat import torch_private
+from gpt2_fp8.engine import exchange
 from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import FP8Scaling
@@ -47,10 +47,19 @@ def _hosts(rank):
 def _tensors(rank):
     tensor = torch.tensor([1.0, -5.0]) * (1 - 2 * rank)
     collectives.maximum(tensor)
-    together = [torch.full((2,), 1.0 + rank), torch.full((3,), 10.0 * rank)]
-    torch_private.all_reduce_together(together, distributed.ReduceOp.SUM)
-    told = {"maximum": tensor.tolist(), "together": [part.tolist() for part in together]}
+    told = {"maximum": tensor.tolist(), "means": [_means(rank, dtype) for dtype in (torch.float32, torch.bfloat16)]}
     return told | {"world": collectives.rank_and_world(), "several": collectives.is_distributed()}
+
+
+def _means(rank, dtype):
+    """Means of gradients in three buckets, one of them strided, and of a parameter that has none."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2,), (3, 2), (1,), (4,))]
+    gradients = torch.full((2,), 1.0 + rank), torch.arange(6.0).view(2, 3).t() + rank, None, torch.full((4,), 1.001)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    exchange.BUCKET_BYTES = 24
+    exchange.Exchange(parameters, dtype=dtype).end()
+    return [parameter.grad for parameter in parameters]
 
 
 def _states(rank):
@@ -119,7 +128,18 @@ def test_the_largest_elements_of_all_ranks(ranks):
     assert [rank["world"] for rank in ranks] == [(0, 2), (1, 2)]
     for rank in ranks:
         assert rank["several"]
-        assert (rank["maximum"], rank["together"]) == ([1.0, 5.0], [[3.0] * 2, [10.0] * 3])
+        assert rank["maximum"] == [1.0, 5.0]
+
+
+@pytest.mark.whole
+def test_gradients_become_means_over_the_ranks(ranks):
+    for rank in ranks:
+        for (first, strided, none, last), dtype in zip(rank["means"], (torch.float32, torch.bfloat16), strict=True):
+            assert first.tolist() == [1.5, 1.5]
+            assert strided.tolist() == [[0.5, 3.5], [1.5, 4.5], [2.5, 5.5]]
+            assert none is None
+            assert last.dtype == torch.float32
+            assert last.tolist() == torch.full((4,), 1.001).to(dtype).tolist()
 
 
 @pytest.mark.whole

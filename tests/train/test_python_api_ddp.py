@@ -13,10 +13,18 @@ SCRIPT = """
 import json, os
 from pathlib import Path
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
 
 WORDS = {words}
+
+def in_the_backward(state, bucket):
+    Path("exchanged-in-a-backward").touch()
+    return allreduce_hook(None, bucket)
+
+def on_train_start(trainer, module):
+    trainer.strategy.model.register_comm_hook(None, in_the_backward)
 
 def trainer(config, **options):
     plugins = [FP8Precision.from_config(config), FolderCheckpointIO()]
@@ -29,7 +37,7 @@ def main():
     seed_everything(config.seed)
     module, data = GPT2Module(config), TokenDataModule.from_config(config)
     every = ModelCheckpoint("own", every_n_train_steps=1, save_top_k=-1, filename="{{step}}")
-    made = trainer(config, max_steps=8, callbacks=[every], **two)
+    made = trainer(config, max_steps=8, callbacks=[every, LambdaCallback(on_train_start=on_train_start)], **two)
     made.fit(module, datamodule=data)
     told["fit"] = module.val_loss
     told["validate"] = made.validate(module, datamodule=data, verbose=False)[0]["val_loss"]
@@ -50,6 +58,7 @@ def test_two_processes_compute_what_the_programs_do(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT.format(words=WORDS))
     forkserver.python("own.py", cwd=tmp_path, timeout=300, ranks=True, code=0, **ALONE)
     forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=tmp_path, code=0, **ALONE)
+    assert not (tmp_path / "exchanged-in-a-backward").exists(), "DistributedDataParallel leaves the gradients alone"
     run = tmp_path / "outputs/run"
     own, theirs = files.read(tmp_path / "own/step=8.ckpt"), files.read(checkpoint(run, 8))
     for key in ("state_dict", "optimizer_states", "rng"):
