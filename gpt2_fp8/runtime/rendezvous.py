@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gpt2_fp8.compat.torch_private import rank_agent
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.ranks import Ranks
 
@@ -99,6 +99,16 @@ class Meeting:
             self._every.set("folder", folder)
             return folder
         return self._get("folder")
+
+    def claim(self, gpu: str) -> None:
+        """Note that this rank computes on the GPU of this UUID. Raises UserError if another does, as NCCL would.
+
+        To NCCL, processes with other values of NCCL_HOSTID are on other hosts, and may share a GPU.
+        """
+        rank = str(self.ranks.rank)
+        owner = self._store.compare_set(f"{os.environ.get('NCCL_HOSTID')} {gpu}", "", rank).decode()
+        if owner != rank:
+            raise UserError.of(f"the ranks {owner} and {rank} are on one GPU, {gpu}", "one process for each GPU")
 
     def group_store(self) -> dist.Store:
         """Return where a process group may be formed."""
@@ -193,6 +203,7 @@ class Meeting:
                 writer.join(2 * GRACE_SECONDS)
                 programs.say(str(error))
                 store.set("said", str(error))
+                time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: the store may end with this process
             os._exit(error.exit_code)
 
 

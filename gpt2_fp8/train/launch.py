@@ -82,9 +82,7 @@ def lock_run(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        holder = f"{path} does not say which"
-        with suppress(OSError):
-            holder = harmless(path.read_text(encoding="utf-8", errors="replace").strip())
+        holder = read_holder(folder) or f"{path} does not say which"
         raise UserError.of(f"another run is at work in {folder}: {holder}", "give this one another run_name") from None
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -99,6 +97,13 @@ def lock_run(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a file that stays locks nothing
             path.unlink(missing_ok=True)
         lock.release(force=True)
+
+
+def read_holder(folder: Path) -> str | None:
+    """Return the process that holds the folder of a run, in words; None: the folder, as seen from here, has none."""
+    with suppress(OSError):
+        return harmless((folder / LOCK).read_text(encoding="utf-8", errors="replace").strip())
+    return None
 
 
 def import_training() -> Callable[[RunConfig, RunEnd], float | None]:

@@ -30,6 +30,7 @@ from gpt2_fp8.config.shown import shorten
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
+from gpt2_fp8.train.launch import LOCK, read_holder
 from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
 
 _QUIET = (
@@ -176,15 +177,20 @@ class SameRun(Callback):
         config: the run's.
         versions: of what could change a number.
         kernels: what computes, by the part of the model, in words.
+        folder: the run's, which nodes may not share. Rank 0 holds it.
     """
 
-    def __init__(self, config: RunConfig, versions: Mapping[str, str | None], kernels: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: RunConfig, versions: Mapping[str, str | None], kernels: Mapping[str, str], folder: Path
+    ) -> None:
         self._facts = {"settings": _flat(asdict(config)), "versions": dict(versions), "kernels": dict(kernels)}
+        self._folder = folder
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
         identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
-        own = self._facts | {"text": identity()}
+        holder = read_holder(self._folder)
+        own = self._facts | {"text": identity(), "folder": {LOCK: holder} if holder else {}}
         ranks_facts = [json.loads(facts) for facts in collectives.everyones(json.dumps(own, default=str))]
         if problems := list(_differences(ranks_facts)):
             raise SharedRefusal(problems)

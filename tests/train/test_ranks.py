@@ -15,10 +15,12 @@ from tests.runs import checkpoint, metrics, summary, train, train_until
 
 AGENT = ["--nproc-per-node", "2"]
 COUNT_EXCHANGES = """
+import logging, warnings
 import torch
 from gpt2_fp8.engine.exchange import Exchange
 
 end, on_start = Exchange.end, GPT2Module.on_train_start
+SAID = "a library warns"
 
 def counted(self):
     with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
@@ -27,6 +29,8 @@ def counted(self):
 
 def on_train_start(self):
     on_start(self)
+    warnings.warn(SAID)
+    logging.getLogger("library").warning(SAID)
     if self.trainer.strategy.model is not self:
         Path("wrapped").touch()
 
@@ -96,7 +100,8 @@ def test_one_folder_and_one_summary_of_two_processes(two):
     report = summary(the_run(cwd))
     assert (report["status"], report["steps"], report["tokens"]) == ("completed", 12, 12 * 8 * 32)
     assert output.count("precision  fp32 instead of") == 1, "the ranks do not say the same twice"
-    assert "Warning" not in output
+    assert (output.count("Warning"), output.count("a library warns")) == (1, 2), "rank 0 alone"
+    assert (the_run(cwd) / "rank_1.log").read_text().count("a library warns") == 2
 
 
 def test_two_processes_compute_what_one_does_with_one_exchange_a_step(one, two):
@@ -324,25 +329,42 @@ from gpt2_fp8.train import fit
 if os.environ["RANK"] == "1":
     versions = fit._versions
     fit._versions = lambda plan: versions(plan) | {"attention": "other"}
-    sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
+    sys.argv += ["optim.lr=1e-4", "data.train_files=[../text-1.txt]"]
+    os.chdir("node-1")
+"""
+ONE_GPU = """
+from gpt2_fp8.runtime import rendezvous
+from gpt2_fp8.train.fit import Training
+prepare = Training.prepare
+
+def claim_and_prepare(self):
+    rendezvous.get_meeting().claim("GPU-0")
+    prepare(self)
+
+Training.prepare = claim_and_prepare
 """
 
 
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
     for rank in range(2):
         (tmp_path / f"text-{rank}.txt").write_text("one line of text\n" * (3000 + rank))
+    (tmp_path / "node-1").mkdir()
     data = ["data=text_files", "data.tokenizer=bytes", "data.num_workers=0", "data.train_files=[text-0.txt]"]
     ends = tasks(tmp_path, by_hand(), *WORDS, *data, "run_name=run", patch=OTHER)
     assert [code for code, _ in ends] == [2, 2], ends
     said = "".join(output for _, output in ends)
-    assert said.count("error:") == 3, said
-    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", "")):
+    assert said.count("error:") == 4, said
+    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", ""), ("folder", "lock none")):
         assert re.search(f"rank 1 has other {kind} than rank 0: .*{name}", said), said
 
 
 def test_a_step_that_three_processes_cannot_share(tmp_path):
     refused(tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3), "a step of 8 sequences does not divide")
     assert not (tmp_path / "outputs").exists()
+
+
+def test_two_ranks_on_one_gpu(tmp_path):
+    refused(tasks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=ONE_GPU), "the ranks . and . are on one GPU")
 
 
 def test_a_sweep_in_every_process(tmp_path):
