@@ -22,7 +22,7 @@ GROUP_TIMEOUT = timedelta(minutes=10)  # longer than one rank may compile, save,
 _RECORDER = (
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
     ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{folder}/nccl_"),
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "true"),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
 )
 
 
@@ -90,7 +90,8 @@ def _host_group() -> distributed.ProcessGroup:
     known = _host_groups.get(default)
     group = None if known is None else known()
     if group is None:
-        group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        # of a rank that hangs NCCL's watchdog, which has the recorder, is to tell first
+        group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT + timedelta(minutes=1))
         _host_groups[default] = weakref.ref(group)
     return group
 

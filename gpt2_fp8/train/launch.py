@@ -18,13 +18,11 @@ from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
 
 log = logging.getLogger(__name__)
 
-LOCK = ".lock"  # in the run's folder
 _RETRY_SECONDS = 0.2  # the last holder may delete the file after another process opened it, before it locked it
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -76,13 +74,13 @@ def lock_run(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout  # slow to import, and `--help` needs no lock
 
-    path = folder / LOCK
+    path = folder / disk.LOCK
     lock = FileLock(path, _RETRY_SECONDS, poll_interval=0.02, thread_local=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        holder = read_holder(folder) or f"{path} does not say which"
+        holder = disk.read_holder(folder) or f"{path} does not say which"
         raise UserError.of(f"another run is at work in {folder}: {holder}", "give this one another run_name") from None
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -97,13 +95,6 @@ def lock_run(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a file that stays locks nothing
             path.unlink(missing_ok=True)
         lock.release(force=True)
-
-
-def read_holder(folder: Path) -> str | None:
-    """Return the process that holds the folder of a run, in words; None: the folder, as seen from here, has none."""
-    with suppress(OSError):
-        return harmless((folder / LOCK).read_text(encoding="utf-8", errors="replace").strip())
-    return None
 
 
 def import_training() -> Callable[[RunConfig, RunEnd], float | None]:

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.compat import lightning_private
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run
@@ -30,7 +31,6 @@ from gpt2_fp8.config.shown import shorten
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
-from gpt2_fp8.train.launch import LOCK, read_holder
 from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
 
 _QUIET = (
@@ -189,8 +189,8 @@ class SameRun(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
         identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
-        holder = read_holder(self._folder)
-        own = self._facts | {"text": identity(), "folder": {LOCK: holder} if holder else {}}
+        holder = disk.read_holder(self._folder)
+        own = self._facts | {"text": identity(), "folder": {disk.LOCK: holder} if holder else {}}
         ranks_facts = [json.loads(facts) for facts in collectives.everyones(json.dumps(own, default=str))]
         if problems := list(_differences(ranks_facts)):
             raise SharedRefusal(problems)
