@@ -49,7 +49,8 @@ def words(road, *more):
 
 ON_OWN_GPUS = {
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
-    **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in KILLED},
+    **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
+    "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],
     "fused, moved": [
         Launch(words("fused", *LONG), faults=("stopped",)),
         Launch(words("fused", *LONG, "ckpt_path=last"), gpus=1),
@@ -123,6 +124,9 @@ def test_four_gpus_compute_what_one_does(runs, road, how):
     ("road", "launcher", "said"),
     [
         pytest.param("fused", "torchrun", "torchrun: 2 processes, started again", marks=hopper),
+        pytest.param(
+            "fused", "trainer.devices", "torch's agent: 2 processes, started again", marks=[hopper, own_gpus]
+        ),
         ("delayed", "two nodes", "torchrun: 2 processes on 2 nodes, started again"),
         ("current", "srun", "srun: 2 processes"),
         pytest.param(
@@ -190,3 +194,12 @@ def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
     run = runs(case)
     assert run.codes == [1], run.output
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", run.output), run.output
+
+
+@own_gpus
+@hopper
+def test_49_a_rank_that_hangs_ends_the_run_and_leaves_what_nccl_did(runs):
+    run = runs("hangs_in_the_exchange")
+    assert run.codes == [1], run.output
+    assert "SIGABRT" in summary(run.folder)["message"]
+    assert (run.folder / "nccl_0").stat().st_size
