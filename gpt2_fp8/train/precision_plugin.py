@@ -25,7 +25,7 @@ from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.runtime import devices
 
 # what a configuration has besides, for the layers of a GPT2Module
-_OF_RUNS = {"backward": "fp8", "evaluation": "fp8", "bf16_last_steps": 0, "fast_accumulation": False}
+_OF_RUNS = {"backward": "fp8", "reduce": "fp32", "evaluation": "fp8", "bf16_last_steps": 0, "fast_accumulation": False}
 
 
 class FP8Precision(MixedPrecision):
