@@ -66,7 +66,8 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     finally:
         training.close(error)
         rendezvous.ending()
-        clean_up()
+        if not isinstance(error, rendezvous.RankLost):  # else the GPU may wait for that rank, and this for the GPU
+            clean_up()
 
 
 class Parts(NamedTuple):
