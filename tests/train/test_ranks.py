@@ -50,6 +50,18 @@ def __iter__(self):
 
 Steps.__iter__ = __iter__
 """
+REFUSED_AGAIN = """
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train.fit import Training
+prepare = Training.prepare
+
+def refuse_or_prepare(self):
+    if Path("happened").exists():
+        raise UserError.of("not so")
+    prepare(self)
+
+Training.prepare = refuse_or_prepare
+"""
 SLOW_SUMMARY = """
 write = Summary.write
 def slow_write(self, folder):
@@ -255,19 +267,16 @@ def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
-@pytest.mark.parametrize(("words", "rank"), [(TWO, 1), (WORDS, 0)])
-def test_a_run_with_restarts_completes_as_if_no_rank_had_been_killed(tmp_path, two, words, rank):
-    output = run(tmp_path, *words, "trainer.max_restarts=1", patch=fault(rank, 7, "SIGKILL"))
-    assert f"launcher   torch's agent: {1 + rank} process" in output
-    assert "started again\n" in output
-    assert_equal_but_for_rounding(the_run(tmp_path), the_run(two[0]))
+def test_a_run_with_restarts_completes_as_if_no_rank_had_been_killed(tmp_path, two):
+    output = run(tmp_path, *TWO, "trainer.max_restarts=1", patch=fault(1, 7, "SIGKILL"))
+    assert "launcher   torch's agent: 2 processes, started again\n" in output
+    assert_same_numbers(the_run(tmp_path), two)
 
 
-def test_a_refusal_ends_a_run_with_restarts(tmp_path):
-    """It happens once: the ranks would complete if they were started again."""
-    refusal = 'from gpt2_fp8.config.errors import UserError; raise UserError.of("not so")'
-    output = run(tmp_path, *TWO, "trainer.max_restarts=3", patch=fault(0, 3, refusal), code=2)
-    assert output.count("not so") == 1, output
+def test_one_process_is_started_again_after_a_fault_and_not_after_a_refusal(tmp_path):
+    output = run(tmp_path, *WORDS, "trainer.max_restarts=3", patch=fault(0, 3, "SIGKILL") + REFUSED_AGAIN, code=2)
+    assert "rank 0" in output
+    assert output.count("all are started again") == output.count("not so") == 1, output
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):
