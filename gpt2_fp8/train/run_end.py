@@ -166,7 +166,8 @@ class RunEnd:
         if found := read_summary(self.folder):
             lost.tell(own_words.going_on(self.folder, self._here, self._has_saved(), self.in_sweep))
             told = {"status": lost.status, "exit_code": lost.exit_code, "message": str(lost), "ended": _now()}
-            durable.write_json(self.folder / NAME, found | told)
+            with suppress(OSError):  # a full disk
+                durable.write_json(self.folder / NAME, found | told)
         else:
             self.close(lost)
 
