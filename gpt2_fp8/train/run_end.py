@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0, or srun --kill-on-bad-exit, ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
 
@@ -259,12 +259,12 @@ def say_end(error: RunError | None) -> int:
             met.say(text)
     elif met is not None:
         met.end_after_rank_zero(error, text)
-    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+    elif os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_STEP_ID"):
         until = time.monotonic() + AGENT_SECONDS
         while signals.get_received() is None and time.monotonic() < until:
             time.sleep(0.1)
         if signals.get_received() is None:  # rank 0 was not refused
-            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+            programs.say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')}: {text}")
     return 1 if error is None else error.exit_code
 
 
