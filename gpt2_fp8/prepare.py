@@ -44,7 +44,8 @@ def main(argv: list[str]) -> None:
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
         steps = None if typed.all else typed.steps or _count_steps(config)
-        job = Job(config.data, config.model.n_positions, config.global_batch_size, steps, tuple(config.plugins))
+        shape = config.model.n_positions, config.global_batch_size
+        job = Job(config.data, *shape, steps, tuple(config.plugins), run_length.known_ranks(config))
         if job not in jobs:  # the jobs of a sweep often read the same text
             jobs.append(job)
     for job in jobs:

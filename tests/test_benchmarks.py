@@ -21,6 +21,16 @@ def script(tmp_path, monkeypatch):
     return importlib.import_module
 
 
+def test_the_model_of_scale_is_what_was_measured_and_what_its_page_shows(script, capsys):
+    scale = script("scale")
+    for row in scale.MEASURED:
+        assert row.predict() == pytest.approx(row.speed, rel=0.05)
+    scale.main()
+    page = (SCRIPTS.parent / "docs/scale.md").read_text()
+    shown = [line for line in page.splitlines() if line.startswith(("| GPT", "| Llama"))]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
 def test_other_programs(script):
     (config,) = preflight([*SMALL, "precision=bf16"])
     row = script("peers").measure("plain torch", config, steps=2, warmup=1)

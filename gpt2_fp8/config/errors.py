@@ -75,6 +75,15 @@ class Diverged(RunError):
     status = "diverged"
 
 
+class Drifted(RunError):
+    """Ranks that should train the same weights do not. It is the same error on all of them."""
+
+    told = True
+
+    def __init__(self, message: str):
+        super().__init__(message, lead="; ")
+
+
 class DataSourceLost(RunError):
     """A data source stopped answering for longer than its retries last."""
 

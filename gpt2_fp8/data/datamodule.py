@@ -223,7 +223,7 @@ class TokenDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` stands; may be called before `setup` or after it. Raises as `Progress.restore`."""
         if self.text is not None:
-            self.text.progress.restore(state_dict)
+            self.text.restore(state_dict)
         self._loaded = state_dict if self.text is None else None
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 The units of an epoch are permuted and dealt to L lanes. Lane j mod L gives the sequence at position j of every global
 batch. So the order depends only on the seed, the units, the global batch and L, and not on the number of ranks or
-workers.
+workers. A run keeps its L: up to 16, or up to the number of ranks that begin it, so that each can read its own lanes.
 
 In a mixture each source has lanes of its own, and `Mixing` says whose turn it is. A single source always has it.
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.run_length import largest_divisor
 
-MAX_LANES = 16  # each holds about two tokenised units in memory
+MAX_LANES = 16  # of a run that no more ranks begin; each holds about two tokenised units in memory
 UNITS_A_LANE = 16  # at least, so that all lanes have about the same share of an epoch
 
 LARGEST = 1 << 30  # the sum of the weights as integers: products of two fit into 64 bits
@@ -85,9 +85,9 @@ def permutation(n: int, *key: int) -> Numbers:
     return np.argsort(draws, kind="stable")
 
 
-def lane_count(global_batch_size: int, n_units: int) -> int:
-    """Return L: the largest divisor of the global batch up to `MAX_LANES` that gives a lane `UNITS_A_LANE` units."""
-    return largest_divisor(global_batch_size, max(1, min(MAX_LANES, n_units // UNITS_A_LANE)))
+def lane_count(global_batch_size: int, n_units: int, most: int = MAX_LANES) -> int:
+    """Return L: the largest divisor of the global batch up to `most` that gives a lane `UNITS_A_LANE` units."""
+    return largest_divisor(global_batch_size, max(1, min(most, n_units // UNITS_A_LANE)))
 
 
 # ---- the deal of sequences to lanes ----------------------------------------------------------------------------------
@@ -194,6 +194,6 @@ class Deal:
         return counts.sum(axis=1).tolist()
 
 
-def lanes_of_share(columns: int, n_units: int, weight: int, whole: int) -> int:
-    """Return L of a source of a mixture: as `lane_count`, and of `MAX_LANES` lanes at most its share, rounded up."""
-    return lane_count(largest_divisor(columns, math.ceil(MAX_LANES * weight / whole)), n_units)
+def lanes_of_share(columns: int, n_units: int, weight: int, whole: int, most: int = MAX_LANES) -> int:
+    """Return L of a source of a mixture: as `lane_count`, and of `most` lanes at most its share, rounded up."""
+    return lane_count(largest_divisor(columns, math.ceil(most * weight / whole)), n_units, most)

@@ -16,13 +16,14 @@ from gpt2_fp8.data.workers import ProgressLog, UnitPool
 
 
 class Job(NamedTuple):
-    """What is to be prepared. `steps`: only what so many steps need; None: the whole text. `plugins`: as of a run."""
+    """What is to be prepared. `steps`: only what so many steps need; None: the whole text. The others: as of a run."""
 
     data: TextOfARun
     n_positions: int
     global_batch_size: int
     steps: int | None
     plugins: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Preparation:
         job = self.job
         text = TokenStream(
             job.data, load_tokenizer(job.data.tokenizer), job.n_positions, job.global_batch_size,
-            plugins=job.plugins, on_read=self._note, must_keep=True,
+            plugins=job.plugins, on_read=self._note, must_keep=True, ranks=job.ranks,
         )  # fmt: skip
         try:
             if job.steps is None:

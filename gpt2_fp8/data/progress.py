@@ -19,12 +19,13 @@ import numpy.typing as npt
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Cursor, LaneState, lane_start
-from gpt2_fp8.data.order import Deal
+from gpt2_fp8.data.order import MAX_LANES, Deal
 from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 from gpt2_fp8.runtime.collectives import everyones, rank_and_world
 
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
+MOST_LANES = "most_lanes"  # of a source; in the fingerprint of a run that more than `MAX_LANES` ranks have begun
 
 TABLE_BYTES = 1 << 20  # of a checkpoint: a digest has 8 bytes, less with many units, and at least one
 _SHOWN = 5
@@ -149,13 +150,15 @@ class Progress:
 
     def find_differences(self, state: dict[str, Any]) -> Iterator[Problem]:
         """Return every setting in which the text or order of a `state_dict` differs from this one."""
-        was, now = {OVERFIT: 0} | dict(state["fingerprint"]), dict(self.fingerprint)
+        left_out = {OVERFIT: 0, MOST_LANES: MAX_LANES}
+        was, now = left_out | dict(state["fingerprint"]), left_out | self.fingerprint
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
         keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
-        causes = [key for key in keys if key.partition(".")[0] != "lanes"]  # lanes follow from the others
-        for key in causes or keys:
+        # Lanes follow from the others; the most is the checkpoint's, once that is restored.
+        causes = [key for key in keys if key.partition(".")[0] not in ("lanes", MOST_LANES)]
+        for key in causes or (() if MOST_LANES in keys else keys):
             yield Problem(
                 f"this run cannot be continued exactly: {_LABELS.get(key, f'data.{key}')} was "
                 f"{was.get(key, 'nothing')}, and is now {now.get(key, 'nothing')}",
@@ -177,6 +180,11 @@ _LABELS = {  # what a user calls an entry of a fingerprint; the others are those
     "lanes": "lanes",
     OVERFIT: "trainer.overfit_batches",
 }
+
+
+def most_lanes(fingerprint: Fingerprint) -> int:
+    """Return the most lanes that a source of a run with this fingerprint may have."""
+    return int(fingerprint.get(MOST_LANES, MAX_LANES))
 
 
 def label(fingerprint: Fingerprint) -> dict[str, str]:

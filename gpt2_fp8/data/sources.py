@@ -26,7 +26,7 @@ from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.run_length import largest_divisor
 from gpt2_fp8.data.files import FilesSource, StdlibSource, TokenFilesSource
 from gpt2_fp8.data.hub import HubSource
-from gpt2_fp8.data.order import MAX_LANES, Deal, Mixing, Order, lane_count, lanes_of_share, whole_numbers
+from gpt2_fp8.data.order import Deal, Mixing, Order, lane_count, lanes_of_share, whole_numbers
 from gpt2_fp8.data.reader import UnitCache, UnitReader
 from gpt2_fp8.data.tokenizer import FileTokenizer, Tokenizer, fingerprint
 from gpt2_fp8.data.units import Corpus, Source, Unit
@@ -53,8 +53,8 @@ class SourceStream:
         return range(self.first_lane, self.first_lane + self.order.lanes)
 
 
-def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: int) -> list[SourceStream]:
-    """Find the units of every source that `config` names, order them, and give the source its lanes. Sorted by name.
+def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]:
+    """Find the units of every source that `config` names, and order them, in one lane each. Sorted by name.
 
     Raises UserError if text is missing, a cache cannot be used, no plugin has registered a source, or a source would
     train on a file that another one validates with; DataSourceLost if a source does not answer.
@@ -63,7 +63,7 @@ def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: in
     shares = data_schema.weights_of(config) if isinstance(config, MixtureData) else {"": 1.0}
     weights = dict(zip(shares, whole_numbers(shares.values()), strict=True))
     streams: list[SourceStream] = []
-    first_unit = first_lane = 0
+    first_unit = 0
     for name, weight in weights.items():
         source = sources[name]
         with naming_source(name):
@@ -72,14 +72,9 @@ def build_streams(config: TextOfARun, encoding: Tokenizer, global_batch_size: in
             train, val = ([replace(unit, source=name) for unit in units] for units in (found.train, found.val))
             if not train:
                 raise UserError.of("the training text is too short: 0 tokens in 0 documents")
-        if isinstance(config, MixtureData):
-            columns = largest_divisor(global_batch_size, MAX_LANES)
-            lanes = lanes_of_share(columns, len(train), weight, sum(weights.values()))
-        else:
-            lanes = lane_count(global_batch_size, len(train))
-        order, corpus = Order(source.seed, len(train), lanes), Corpus(train, val, found.about)
+        order, corpus, first_lane = Order(source.seed, len(train), 1), Corpus(train, val, found.about), len(streams)
         streams.append(SourceStream(name, reader, corpus, order, source.val_sequences, weight, first_unit, first_lane))
-        first_unit, first_lane = first_unit + len(train), first_lane + lanes
+        first_unit += len(train)
     if len(streams) > 1:
         check_overlap(
             [unit for stream in streams for unit in stream.corpus.train],
@@ -160,8 +155,18 @@ def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
         )
 
 
-def build_deal(streams: list[SourceStream], global_batch_size: int, seed: int) -> Deal:
-    """Return the deal of the sequences of global batches to the lanes of all sources."""
-    lanes = [stream.order.lanes for stream in streams]
-    columns = largest_divisor(global_batch_size, MAX_LANES) if len(streams) > 1 else lanes[0]
-    return Deal(Mixing([stream.weight for stream in streams], columns, seed), lanes, global_batch_size)
+def deal_lanes(
+    streams: list[SourceStream], global_batch_size: int, seed: int, most: int
+) -> tuple[list[SourceStream], Deal]:
+    """Return the streams in their lanes, up to `most` in each, and the deal of global batches to these."""
+    units, weights = [stream.order.n_units for stream in streams], [stream.weight for stream in streams]
+    if len(streams) > 1:
+        columns, whole = largest_divisor(global_batch_size, most), sum(weights)
+        lanes = [lanes_of_share(columns, n, weight, whole, most) for n, weight in zip(units, weights, strict=True)]
+    else:
+        lanes = [lane_count(global_batch_size, units[0], most)]
+        columns = lanes[0]
+    deal = Deal(Mixing(weights, columns, seed), lanes, global_batch_size)
+    orders = [Order(stream.order.seed, n, own) for stream, n, own in zip(streams, units, lanes, strict=True)]
+    dealt = zip(streams, orders, deal.first, strict=True)
+    return [replace(stream, order=order, first_lane=first) for stream, order, first in dealt], deal

@@ -14,9 +14,10 @@ from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
-from gpt2_fp8.data.progress import OVERFIT, Digests, Progress
+from gpt2_fp8.data.order import MAX_LANES
+from gpt2_fp8.data.progress import MOST_LANES, OVERFIT, Digests, Progress, most_lanes
 from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import SourceStream, build_deal, build_streams, join_corpora, naming_source
+from gpt2_fp8.data.sources import SourceStream, build_streams, deal_lanes, join_corpora, naming_source
 from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, fingerprint
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
 from gpt2_fp8.data.workers import UnitPool
@@ -35,6 +36,7 @@ class TokenStream:
         plugins: modules that worker processes import before they read.
         on_read: is given each unit that was read, and its side, "training" or "validation".
         must_keep: a unit that the cache cannot take is an error.
+        ranks: that begin the run; None: as many as there are.
 
     Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
     validation's ids of each source that has any, [sequences, n_positions + 1].
@@ -53,14 +55,16 @@ class TokenStream:
         plugins: tuple[str, ...] = (),
         on_read: Callable[[Unit, TokenisedUnit, str], None] | None = None,
         must_keep: bool = False,
+        ranks: int | None = None,
     ):
         self.n_positions, self.overfit_batches = n_positions, overfit_batches
-        self.streams = build_streams(config, encoding, global_batch_size)
+        self._global_batch_size, self._seed, self._tokenizer = global_batch_size, config.seed, fingerprint(encoding)
+        self.streams = build_streams(config, encoding)
         self.corpus = join_corpora(self.streams)
-        digests = Digests(self.corpus)
+        self._digests = Digests(self.corpus)
 
         def note(unit: Unit, tokenised: TokenisedUnit) -> None:
-            is_training = digests.check(unit, tokenised.sha256)
+            is_training = self._digests.check(unit, tokenised.sha256)
             if on_read is not None:
                 on_read(unit, tokenised, "training" if is_training else "validation")
 
@@ -76,28 +80,39 @@ class TokenStream:
         except BaseException:
             self.pool.close()
             raise
-        self.deal = build_deal(self.streams, global_batch_size, config.seed)
         val = [*self.val.values()]
-        checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
-        about = self._fingerprint(fingerprint(encoding), global_batch_size, config.seed)
-        self.progress = Progress(about, self.deal, digests, checksum)
+        self._checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
+        self._deal_lanes(max(MAX_LANES, ranks or rank_and_world()[1]))
         for stream in self.streams:
             said = ", ".join(f"{name} {value}" for name, value in stream.corpus.about.items())
             named = f"{stream.name}, {self._share(stream):.4%} of the sequences: " if stream.name else ""
             counts = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
             log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, said, *counts)
 
-    def _fingerprint(self, tokenizer: str, global_batch_size: int, seed: int) -> dict[str, str | int]:
+    def _deal_lanes(self, most: int) -> None:
+        """Stand at the start of the text, in up to `most` lanes of each source."""
+        self.streams, self.deal = deal_lanes(self.streams, self._global_batch_size, self._seed, most)
+        self.progress = Progress(self._fingerprint(most), self.deal, self._digests, self._checksum)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict` of `progress`, in the lanes of its run. Raises as `Progress.restore`."""
+        if (most := most_lanes(state["fingerprint"])) != most_lanes(self.progress.fingerprint):
+            self._deal_lanes(most)
+        self.progress.restore(state)
+
+    def _fingerprint(self, most_lanes: int) -> dict[str, str | int]:
         """Return what decides the text and its order."""
         about: dict[str, str | int] = {
             "data": self.corpus.identity(),
-            "tokenizer": tokenizer,
+            "tokenizer": self._tokenizer,
             "n_positions": self.n_positions,
-            "global_batch_size": global_batch_size,
-            "seed": seed,
+            "global_batch_size": self._global_batch_size,
+            "seed": self._seed,
             "lanes": self.deal.lanes,
             OVERFIT: self.overfit_batches,
         }
+        if most_lanes > MAX_LANES:
+            about[MOST_LANES] = most_lanes
         if len(self.streams) > 1:
             about["sources"] = len(self.streams)
             for stream in self.streams:

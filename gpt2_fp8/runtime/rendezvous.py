@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gpt2_fp8.compat.torch_private import rank_agent
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, Drifted, RunError, Stopped, UserError
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.ranks import Ranks
 
@@ -39,7 +39,7 @@ GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank h
 SAVE_SECONDS = 600  # that the ranks, and under an agent of this process all of them, have to save after a signal
 _LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_AGREED = (Diverged, DataSourceLost)  # ends to which all ranks come together
+_AGREED = (Diverged, Drifted, DataSourceLost)  # ends to which all ranks come together
 
 _joined: Meeting | None = None
 

@@ -23,6 +23,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.replicas import check_replicas
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, plain_plan
 from gpt2_fp8.fp8.scaling import Context
@@ -165,6 +166,11 @@ class GPT2Module(pl.LightningModule):
         self._log_train_loss()
         return loss
 
+    def _check_replicas(self) -> None:
+        """Raise Drifted if ranks have different weights. Collective."""
+        self.step.settle()
+        check_replicas(self.model, self.trainer.global_step)
+
     def _log_train_loss(self) -> None:
         """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -202,6 +208,8 @@ class GPT2Module(pl.LightningModule):
         self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in self._sources or [""]]
         if self.trainer.sanity_checking:
             self._undo_scales = self.step.scaling.trial()
+        else:
+            self._check_replicas()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add the losses of one micro-batch of [sequences, n_positions + 1] to the sums of its source."""
@@ -254,7 +262,8 @@ class GPT2Module(pl.LightningModule):
             raise CheckpointError.of(f"the checkpoint does not fit the model: {error}", remedy) from None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a run needs to continue: see `resume.add_state`."""
+        """Add what a run needs to continue: see `resume.add_state`. Raises Drifted."""
+        self._check_replicas()
         resume.add_state(checkpoint, self.step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import order
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.order import lane_count, lanes_of, permutation
 from tests.data.corpora import files_config, items, module, rank_batches, three, write_jsonl
@@ -111,6 +114,50 @@ def test_resume_on_another_number_of_ranks(many_units: Path) -> None:
         for rank in range(2):
             batch[rank::2] = ranks[rank].next()
         assert np.array_equal(batch, whole[step])
+
+
+# Of ten steps of up to 16 lanes, and of 64.
+HASHES = {
+    "one source": ("882caf2faa38105e", "88a8faa9890833a5"),
+    "mixture": ("c77b8fefc2c1da0a", "9db33068cb726222"),
+}
+
+
+@pytest.mark.parametrize("corpus", HASHES)
+def test_a_run_keeps_the_lanes_of_the_ranks_that_began_it(
+    many_units: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
+) -> None:
+    monkeypatch.setattr(order, "UNITS_A_LANE", 1)
+    config = three(tmp_path) if corpus == "mixture" else files_config(many_units)
+
+    def begun_by(world: int) -> TokenDataModule:
+        with monkeypatch.context() as patch:
+            patch.setattr("gpt2_fp8.data.token_stream.rank_and_world", lambda: (0, world))
+            return module(config, global_batch_size=128)
+
+    def global_batches(made: TokenDataModule, world: int, n: int, lanes: dict | None = None) -> tuple[list, dict]:
+        ranks = [rank_batches(made, rank, world, lanes) for rank in range(world)]
+        if corpus == "one source" and made.text.deal.lanes % world == 0:
+            assert {len(rank.lanes) for rank in ranks} == {made.text.deal.lanes // world}
+        batches = [np.stack([rank.next() for rank in ranks], axis=1).reshape(128, 17) for _ in range(n)]
+        return batches, {lane: state for rank in ranks for lane, state in rank.state().items()}
+
+    for first, expected in zip((16, 64), HASHES[corpus], strict=True):
+        whole, _ = global_batches(begun_by(first), 1, 10)
+        assert hashlib.sha256(np.concatenate(whole).tobytes()).hexdigest()[:16] == expected
+        made = begun_by(first)
+        before, lanes = global_batches(made, first, 5)
+        state = json.loads(json.dumps(made.state_dict() | {"step": 5, "lanes": lanes}))
+        for world in (64, 8, 1):
+            later = begun_by(world)
+            assert later.other_settings(state) == []
+            later.load_state_dict(state)
+            after, _ = global_batches(later, world, 5, later.text.progress.lanes)
+            assert np.array_equal(before + after, whole)
+            assert all(later.state_dict()[key] == state[key] for key in ("fingerprint", "step", "lanes"))
+    assert global_batches(begun_by(1), 1, 1)[0][0].tobytes() == global_batches(begun_by(16), 1, 1)[0][0].tobytes()
+    (told,) = module(replace(config, seed=8), global_batch_size=128).other_settings(state)
+    assert "seed was 7" in told.cause
 
 
 def test_only_what_was_trained_on_moves_the_state(many_units: Path) -> None:

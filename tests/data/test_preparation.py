@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import order
 from gpt2_fp8.data.preparation import Job, Preparation, tokens_a_pass
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.workers import UnitPool
@@ -52,6 +53,16 @@ def test_it_reads_the_units_of_so_many_steps(
     assert taken(asked) == of_a_run
     assert sum(kept.units for kept in made.kept.values()) == len(of_a_run) == made.tokenised
     assert len(list((tmp_path / "cache-x").glob("*.u16"))) == len(of_a_run)
+
+
+def test_a_run_of_many_ranks_reads_in_more_lanes(
+    tmp_path: Path, many_units: Path, asked: set[Unit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "UNITS_A_LANE", 1)
+    config = cached(tmp_path, "x", files_config(many_units))
+    for ranks in (16, 64):
+        Preparation(Job(config, N, 128, 1, ranks=ranks)).run()
+        assert ranks <= len(taken(asked)) < 3 * ranks, "a unit of each lane, and what is read ahead"
 
 
 def test_it_reads_the_units_of_a_mixture(tmp_path: Path, asked: set[Unit]) -> None:

@@ -7,11 +7,13 @@ trainer.devices, or memory of one's own, is not run there.
 import importlib.util
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from gpt2_fp8.engine.replicas import checksum
 from tests.gpu import launches
 from tests.gpu.common import hopper
 from tests.gpu.launches import SHARED, Launch
@@ -203,3 +205,18 @@ def test_49_a_rank_that_hangs_ends_the_run_and_leaves_what_nccl_did(runs):
     assert run.codes == [1], run.output
     assert "SIGABRT" in summary(run.folder)["message"]
     assert (run.folder / "nccl_0").stat().st_size
+
+
+def test_weights_of_1_5b_are_compared_within_10_ms():
+    block = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), (4800,), (6400,), *[(1600,)] * 6]
+    weights = [torch.randn(shape, device="cuda") for shape in [(50304, 1600), (1024, 1600), *48 * block, (1600,)]]
+    assert checksum(weights[1:20]) == checksum([weight.cpu() for weight in weights[1:20]])
+    before, seconds = torch.cuda.memory_allocated(), []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        checksum(weights)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.010, seconds
+    assert torch.cuda.max_memory_allocated() - before < 100e6

@@ -5,10 +5,13 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from gpt2_fp8.train.module import GPT2Module
 from tests.ports import free_port
 from tests.ranks import BATCH, TWO, WORDS, by_hand, fault, finish, program, run, srun, start, tasks, torchrun
 from tests.runs import checkpoint, metrics, summary, train, train_until
@@ -123,17 +126,83 @@ def test_two_processes_compute_what_one_does_with_one_exchange_a_step(one, two):
     assert not (two[0] / "wrapped").exists(), "DistributedDataParallel holds a copy of the gradients"
 
 
-def test_two_processes_compute_in_fp8_what_one_does(tmp_path):
-    """At a low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference."""
-    fp8 = [
-        "precision=fp8_hybrid", "precision.backend=emulated", "recipe=delayed", "trainer.max_steps=20",
-        "trainer.val_check_interval=20", "optim.lr=1e-4",
-    ]  # fmt: skip
-    train(tmp_path / "one", *BATCH, *fp8)
-    run(tmp_path, *TWO, *fp8, "run_name=two")
-    one, two = (metrics(folder)["train_loss"] for folder in (tmp_path / "one", tmp_path / "outputs/two"))
-    assert list(two) == list(one) == list(range(1, 21))
-    assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-4)
+TOKENS = """
+from pathlib import Path
+from gpt2_fp8.train.module import GPT2Module
+
+step = GPT2Module.training_step
+
+def noted(self, batch, batch_idx):
+    with Path(f"tokens-{self.global_rank}").open("ab") as file:
+        file.write(batch["ids"].numpy().tobytes())
+    return step(self, batch, batch_idx)
+
+GPT2Module.training_step = noted
+"""
+# A low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference.
+FIFTY = [
+    "trainer.max_steps=50", "trainer.val_check_interval=25", "callbacks.checkpoint_every_n_steps=10", "optim.lr=1e-4",
+    "callbacks.sample_tokens=4", "logger.histograms_every_n_steps=10", "callbacks.fp8_health_every_n_steps=10",
+]  # fmt: skip
+EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
+KINDS = {
+    "fp32": ["precision=fp32", "optimizer=muon"],
+    "delayed": [*EMULATED, "recipe=delayed", "precision.bf16_last_steps=5"],
+    "current": [*EMULATED, "recipe=current", "optimizer=adamw_bf16"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_steps_of_two_processes_are_those_of_one(tmp_path, monkeypatch, kind):
+    """With every optimizer, and with all that rank 0 does alone. Weights that differ between ranks end a run."""
+    words = [*FIFTY, *KINDS[kind]]
+    buckets = "\nfrom gpt2_fp8.engine import exchange\nexchange.BUCKET_BYTES = 1 << 14\n"  # several
+    output = run(tmp_path, *TWO, *words, "run_name=run", patch=TOKENS + buckets)
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    monkeypatch.setattr(GPT2Module, "training_step", GPT2Module.training_step)  # to be put back
+    exec(TOKENS, {})
+    train(tmp_path / "alone/one", *BATCH, *words)
+    places = tmp_path / "tokens-0", tmp_path / "tokens-1", tmp_path / "alone/tokens-0"
+    first, second, alone = (np.frombuffer(place.read_bytes(), np.int32).reshape(50, -1, 33) for place in places)
+    assert np.array_equal(np.stack([first, second], axis=2).reshape(alone.shape), alone)
+    folders = tmp_path / "outputs/run", tmp_path / "alone/one"
+    own, theirs = (metrics(folder) for folder in folders)
+    assert own.keys() == theirs.keys()
+    for column in ("train_loss", "val_loss"):
+        assert own[column] == pytest.approx(theirs[column], rel=1e-5 if kind == "fp32" else 5e-4), column
+    assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    assert "sample at step 50: " in output
+    curves = ["".join(map(str, folder.glob("tensorboard/train/*"))) for folder in folders]
+    histograms = [Path(curve).read_bytes().count(b"tensors_weights/") for curve in curves]
+    health = [(folder / "fp8.csv").read_text().count("\n") for folder in folders] if kind != "fp32" else [1, 1]
+    assert histograms[0] == histograms[1] > 0
+    assert health[0] == health[1] > 0
+
+
+DRIFT = """
+import torch
+
+def training_step(self, batch, batch_idx):
+    if (self.global_rank, self.global_step) == (1, int(os.environ["DRIFTS"])):
+        self.model.positions.weight.data.view(torch.int32)[3, 5] ^= 1 << 9
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+
+
+def test_a_rank_that_drifts_is_named_and_what_it_has_trained_is_not_saved(tmp_path):
+    """In a validation, and at a checkpoint."""
+    saved = tmp_path / "outputs/run/checkpoints"
+    for words, at, seen, last in (([], 4, 5, 4), (["ckpt_path=last", "trainer.val_check_interval=12"], 6, 8, 4)):
+        output = run(tmp_path, *TWO, *words, "run_name=run", patch=DRIFT, code=1, DRIFTS=str(at))
+        told = re.findall(rf"the weights of rank 1 \(on .+\) differ from those of rank 0 after step {seen}", output)
+        assert len(told) == 1, output
+        assert "Traceback" not in output
+        assert summary(tmp_path / "outputs/run")["status"] == "failed"
+        assert "val_loss" not in metrics(tmp_path / "outputs/run"), "before the validation"
+        assert max(saved.glob("step-*")).name == f"step-{last:08d}"
 
 
 DROPPED = """
