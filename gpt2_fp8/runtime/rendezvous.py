@@ -38,6 +38,7 @@ END_SECONDS = 60.0  # that other ranks wait for rank 0's end
 GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
 SAVE_SECONDS = 600  # that the ranks, and under an agent of this process all of them, have to save after a signal
 _LOOK_SECONDS = 0.05
+_WATCH_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _AGREED = (Diverged, Drifted, DataSourceLost)  # ends to which all ranks come together
 
@@ -69,6 +70,7 @@ class Meeting:
         self.kept = self._get("kept") or None
         self.again = self.kept is not None or (place.has_agent and not _is_agents())
         self._ending = threading.Event()
+        self._lost: RankLost | None = None  # what is known of another rank's failure, also after the store has ended
 
     def _generation(self) -> str:
         own, place = uuid.uuid4().hex, self.ranks
@@ -142,6 +144,8 @@ class Meeting:
             self.ending()
             return error
         self.ending()
+        if self._lost is not None:
+            return self._lost
         until, name = time.monotonic() + 2 * GRACE_SECONDS, "another rank"
         with suppress(RuntimeError):  # the store is gone too
             self._store.set(f"torn/{self.ranks.rank}", "")
@@ -168,6 +172,8 @@ class Meeting:
         """Tell the other ranks that rank 0 ends, and has printed `text`. Raises nothing."""
         with suppress(RuntimeError):
             self._store.set("said", text)
+            if not _is_agents():  # the store ends with this process, and another's thread is to see why
+                time.sleep(1.5 * _WATCH_SECONDS)
 
     def end_after_rank_zero(self, error: RunError | None, text: str) -> None:
         """Wait until rank 0 has come to its end, and print `text` unless rank 0 has said as much. Raises nothing."""
@@ -188,12 +194,13 @@ class Meeting:
         if not store.check(["failed"]):
             return None
         rank, words, code, status = json.loads(store.get("failed"))
-        return None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
+        self._lost = None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
+        return self._lost
 
     def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
         with suppress(RuntimeError):  # the store is gone: so are all connections
             while (error := self._failure(store)) is None:
-                if self._ending.wait(1.0):
+                if self._ending.wait(_WATCH_SECONDS):
                     return
             if self._ending.wait(GRACE_SECONDS):
                 return

@@ -416,6 +416,7 @@ from gpt2_fp8.train.fit import Training
 prepare = Training.prepare
 
 def claim_and_prepare(self):
+    time.sleep(os.environ["RANK"] == "0")  # it hosts the store, and is the one that is refused
     rendezvous.get_meeting().claim("GPU-0")
     prepare(self)
 
