@@ -163,10 +163,8 @@ def load_config(*words: str) -> RunConfig:
         raise UserError([*problems, *error.problems]) from None
     if config.micro_batch_size == "auto":  # a choice of several keys (`debug=fdr`) may have set it
         problems.append(_read_by_run("micro_batch_size=auto"))
-    values = {
-        key: getattr(config.trainer, key)
-        for key in ("max_epochs", "fast_dev_run", "profiler", "max_time", "max_restarts")
-    }
+    names = ("max_epochs", "fast_dev_run", "profiler", "max_time", "max_restarts")
+    values = {key: getattr(config.trainer, key) for key in names}
     problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
     if problems:
         raise UserError(problems)

@@ -103,12 +103,9 @@ class Meeting:
         return self._get("folder")
 
     def claim(self, gpu: str) -> None:
-        """Note that this rank computes on the GPU of this UUID. Raises UserError if another does, as NCCL would.
-
-        To NCCL, processes with other values of NCCL_HOSTID are on other hosts, and may share a GPU.
-        """
-        rank = str(self.ranks.rank)
-        owner = self._store.compare_set(f"{os.environ.get('NCCL_HOSTID')} {gpu}", "", rank).decode()
+        """Note that this rank computes on the GPU of this UUID. Raises UserError if another does, as NCCL would."""
+        rank, host = str(self.ranks.rank), os.environ.get("NCCL_HOSTID")  # by which NCCL tells hosts apart
+        owner = self._store.compare_set(f"{host} {gpu}", "", rank).decode()
         if owner != rank:
             raise UserError.of(f"the ranks {owner} and {rank} are on one GPU, {gpu}", "one process for each GPU")
 

@@ -146,7 +146,7 @@ class RunEnd:
 
         A refusal does not replace the summary of a run that has saved something.
         """
-        saved = self._has_saved()
+        saved = bool(pointers.steps(self.folder / "checkpoints"))
         if isinstance(error, RunError):
             error.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
         self.summary.finish(error)
@@ -164,15 +164,13 @@ class RunEnd:
     def name_lost(self, lost: RunError) -> None:
         """Have the summary name the rank that was killed: rank 0 may not have known, or may have been the one."""
         if found := read_summary(self.folder):
-            lost.tell(own_words.going_on(self.folder, self._here, self._has_saved(), self.in_sweep))
+            saved = bool(pointers.steps(self.folder / "checkpoints"))
+            lost.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
             told = {"status": lost.status, "exit_code": lost.exit_code, "message": str(lost), "ended": _now()}
             with suppress(OSError):  # a full disk
                 durable.write_json(self.folder / NAME, found | told)
         else:
             self.close(lost)
-
-    def _has_saved(self) -> bool:
-        return bool(pointers.steps(self.folder / "checkpoints"))
 
     def _last_lines(self) -> Iterator[str]:
         """Yield the last lines of the log: results, where the curves are, and what to type next."""
