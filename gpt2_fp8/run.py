@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
-from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.config.shown import harmless, quote
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.train import launch, sweep_job
 from gpt2_fp8.train.run_end import RunEnd, end_of_process, joined_ranks, known_end, say_end
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
+
+    from gpt2_fp8.compose import PlannedJobs
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 
@@ -67,11 +69,12 @@ def _job(cfg: DictConfig) -> float | None:
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / sweeps.STOP)
         alone = HydraConfig.get().mode == RunMode.RUN
         if not alone:
-            code = launch.launch_ranks(config, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
+            end = RunEnd(config, folder, here, words)
+            code = launch.launch_ranks(end, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
             if code is not None and code > 128:
                 raise Stopped(code - 128)
             if code is not None:
-                return end_of_process(RunEnd(config, folder, here, words), code)
+                return end_of_process(end, code)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(strip_force(sys.argv[1:])), here) if alone else None
@@ -124,7 +127,7 @@ def _run(argv: list[str]) -> int:
     else:
         plan = compose.plan_run(line, slurm.lasting_name(argv), launch.import_rendezvous)
         argv = plan.words
-        if not plan.multirun and (code := launch.launch_ranks(plan.jobs[0].config, lambda: plan.words)) is not None:
+        if not plan.multirun and (code := _launch_run(plan)) is not None:
             return code
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
@@ -140,6 +143,16 @@ def _run(argv: list[str]) -> int:
     finally:
         _end_sweep()
     return 0
+
+
+def _launch_run(plan: PlannedJobs) -> int | None:
+    """Run the only job of a plan as several ranks, in one folder; returns the exit code, None if it has one process."""
+    (config, folder), here = plan.jobs[0], Path.cwd()
+    assert folder is not None  # only what is shown has none
+    named = own_words.keys(plan.words) & {"run_name", "hydra.run.dir"}
+    words = plan.words if named else [*plan.words, f"hydra.run.dir={quote(folder)}"]
+    end = RunEnd(config, here / folder, here, plan.words, own_words.Typed(tuple(words), here))
+    return launch.launch_ranks(end, lambda: words)
 
 
 def _end_sweep() -> None:

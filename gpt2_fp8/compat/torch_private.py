@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
+if TYPE_CHECKING:  # imported in a function: the agent's are many modules
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 # One or two launches for hundreds of tensors: lists of equal length; a list and a number.
 copy_all, divide_all = torch._foreach_copy_, torch._foreach_div_
 
 
-def agent_waits(seconds: int) -> dict[str, Any]:
-    """Return the arguments of a LaunchConfig with which torch's agent waits for its ranks to save after a signal.
+def rank_agent(spec: WorkerSpec, is_fault: Callable[[Mapping[int, ProcessFailure], int], bool], seconds: int) -> Any:
+    """Return torch's agent of the ranks of `spec`, which starts them again after a fault alone, and not after any end.
 
-    torch 2.11 and 2.12 have no such argument: their agent kills a rank after the default of `PContext.close`, 30 s.
+    Args:
+        is_fault: of the failures by rank and the number of restarts left.
+        seconds: that the ranks have to save and end after a signal. torch 2.11 and 2.12 know no such number.
     """
-    from torch.distributed.elastic.multiprocessing import PContext
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
-        return {"shutdown_timeout": seconds}
-    PContext.close.__defaults__ = (None, seconds)
-    return {}
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and not is_fault(result.failures, self._remaining_restarts):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+            if self._pcontext:  # after a failure its processes have ended
+                self._pcontext.close(death_sig, seconds)
+            super()._shutdown(death_sig)
+
+    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
 
 
 # The address of a device's current stream without a Stream object, which costs more than a launch. A torch without CUDA
@@ -111,3 +129,16 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1."""
     coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
     return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, muon.EPS)
+
+
+def orthogonalize_batch(matrices: Tensor, steps: int) -> Tensor:
+    """Compute `orthogonalize` of each of `matrices`, bfloat16 [number, rows, columns], in batched products."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=muon.EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=muon.DEFAULT_B, alpha=muon.DEFAULT_C), x, beta=muon.DEFAULT_A
+        )
+    return (x.mT if is_tall else x).contiguous()

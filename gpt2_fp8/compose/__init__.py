@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # What only `python -m gpt2_fp8.run` reads: a Trainer of one's own has arguments for it.
 _READ_BY_RUN = re.compile(
     r"(run_name|hydra|ckpt_path|callbacks|logger|trainer\.(strategy|val_check_interval|log_every_n_steps|deterministic"
-    r"|fast_dev_run|profiler|max_time))\b"
+    r"|fast_dev_run|profiler|max_time|max_restarts))\b"
 )
 
 
@@ -163,7 +163,8 @@ def load_config(*words: str) -> RunConfig:
         raise UserError([*problems, *error.problems]) from None
     if config.micro_batch_size == "auto":  # a choice of several keys (`debug=fdr`) may have set it
         problems.append(_read_by_run("micro_batch_size=auto"))
-    values = {key: getattr(config.trainer, key) for key in ("max_epochs", "fast_dev_run", "profiler", "max_time")}
+    names = ("max_epochs", "fast_dev_run", "profiler", "max_time", "max_restarts")
+    values = {key: getattr(config.trainer, key) for key in names}
     problems += [_read_by_run(f"trainer.{key}={show(value)}") for key, value in values.items() if value]
     if problems:
         raise UserError(problems)

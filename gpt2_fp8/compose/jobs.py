@@ -273,6 +273,8 @@ def check_processes(config: RunConfig, place: Ranks, typed: Container[str], alon
             reason = "nothing has started processes on other nodes"
             yield problem(config, "trainer.num_nodes", reason, "torchrun or srun, on every node")
         return
+    if options.max_restarts and place.launcher != ranks.OWN:
+        yield problem(config, "trainer.max_restarts", f"{place.launcher} has started the ranks, and not this program")
     for key, started in (("devices", place.local_world_size), ("num_nodes", place.nodes)):
         if f"trainer.{key}" in typed and getattr(options, key) not in (started, "auto"):
             yield problem(config, f"trainer.{key}", f"{place.launcher} has started {started}, so leave it out")

@@ -119,6 +119,8 @@ def check_joblib(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.devices not in (1, "auto") or config.trainer.num_nodes != 1:
         reason = "with hydra/launcher=joblib each job has one GPU, or a share of the CPU"
         yield problem(config, "trainer.devices trainer.num_nodes", reason)
+    if config.trainer.max_restarts:
+        yield problem(config, "trainer.max_restarts", "hydra/launcher=joblib starts each job once")
 
 
 def begin_joblib(config: DictConfig, folder: Path, words: Sequence[Sequence[str]] | None) -> None:
@@ -185,6 +187,8 @@ def check_slurm(
     if multirun and any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
         yield Problem(cause, "trainer.devices=NUMBER")
+    if any(config.trainer.max_restarts and config.trainer.devices != 1 for config in configs):
+        yield Problem("trainer.max_restarts: SLURM starts the ranks of a job", keys=("trainer.max_restarts",))
     for key in _KEYS:
         asked = OmegaConf.select(whole, key)
         others = {value for config in configs if (value := value_of(config, key)) != asked}

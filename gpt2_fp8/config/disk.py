@@ -7,13 +7,16 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.shown import harmless
 
 T = TypeVar("T")
+LOCK = ".lock"  # in a run's folder
 
 
 def find(pattern: str) -> list[Path]:
@@ -83,3 +86,10 @@ def check_untaken(folder: Path) -> list[Problem]:
         return []
     remedy = "ckpt_path=last continues it; another run_name starts a new one"
     return [Problem(f"{folder} already holds a run, saved up to {saved[-1]}", remedy, ("run_name",))]
+
+
+def read_holder(folder: Path) -> str | None:
+    """Return which process holds a run's folder, as its lock says; None: as seen from here, nothing holds it."""
+    with suppress(OSError):
+        return harmless((folder / LOCK).read_text(encoding="utf-8", errors="replace").strip())
+    return None

@@ -187,6 +187,7 @@ class TrainerConfig:
     shard: Annotated[int, Range(2)] | Literal["all", "node"] | None = None
     reshard: bool | None = None  # fsdp: free a block's gathered weights between its forward and its backward
     gather: Literal["bfloat16", "float32"] | None = None  # fsdp: what weights are gathered in; they stay float32
+    max_restarts: Annotated[int, Range(0, 10**3)] = 0  # how often a rank that fails or is killed starts all ranks again
     max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
     max_tokens: Count | None = None  # the last step within it is the last
     max_epochs: Annotated[int, Range(1, 10**5)] | None = None  # passes over the training text, counted first

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt2_fp8.compat.torch_private import orthogonalize, skip_on_host, skip_where, skips_where
+from gpt2_fp8.compat.torch_private import orthogonalize, orthogonalize_batch, skip_on_host, skip_where, skips_where
 from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig, RegisteredOptimizer
 from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
@@ -146,26 +146,54 @@ class MuonAdamW(Optimizer):
         if (skip := skips_where(self)) is not None:
             skip_where(self._adamw, skip)
         self._adamw.step()
-        for matrix in matrices["params"]:
-            if matrix.grad is not None:
+        own = [matrix for matrix in matrices["params"] if matrix.grad is not None]
+        for matrix in own:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        if own and own[0].is_cuda:
+            self._update_together(own, matrices)
+        else:
+            for matrix in own:
                 self._update(matrix, matrix.grad, matrices)
         return loss
 
     def _update(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        before = state["momentum_buffer"]
+        before = self.state[matrix]["momentum_buffer"]
         after = before.lerp(gradient, 1 - group["momentum"])
         nesterov = gradient.lerp(after, group["momentum"])
         new = matrix * (1 - group["lr"] * group["weight_decay"])
-        rows = list(self._rows.get(matrix, (len(matrix),)))
-        for part, update in zip(new.split(rows), nesterov.split(rows), strict=True):
-            rate = group["lr"] * _LIKE_ADAMW * math.sqrt(max(part.shape))
-            part.add_(orthogonalize(update, group["ns_steps"]), alpha=-rate)
+        for part, update in zip(self._split(matrix, new), self._split(matrix, nesterov), strict=True):
+            part.add_(orthogonalize(update, group["ns_steps"]), alpha=-_rate(part, group))
         skip = skips_where(self)
         for kept, changed in ((before, after), (matrix, new)):
             kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))
+
+    def _update_together(self, matrices: list[Any], group: dict[str, Any]) -> None:
+        """Update matrices on a GPU, those of one shape in one batch, which needs the host for far fewer launches."""
+        from gpt2_fp8.kernels import muon
+
+        skip = skips_where(self)
+        skip = torch.zeros(1, device=matrices[0].device) if skip is None else skip
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for matrix in matrices:
+            each = (self._split(matrix, of) for of in (matrix, matrix.grad, self.state[matrix]["momentum_buffer"]))
+            for part in zip(*each, strict=True):
+                by_shape.setdefault(part[0].shape, []).append(part)
+        for shape, parts in by_shape.items():
+            updates = torch.empty(len(parts), *shape, dtype=torch.bfloat16, device=skip.device)
+            for (_, gradient, buffer), update in zip(parts, updates, strict=True):
+                muon.accumulate(gradient.contiguous(), buffer, update, skip, group["momentum"])
+            updates = orthogonalize_batch(updates, group["ns_steps"])
+            for (weights, _, _), update in zip(parts, updates, strict=True):
+                muon.apply(weights, update, skip, 1 - group["lr"] * group["weight_decay"], _rate(weights, group))
+
+    def _split(self, matrix: Tensor, of: Tensor) -> tuple[Tensor, ...]:
+        """Return views of what `of`, of the shape of `matrix`, has of each matrix in it."""
+        return of.split(list(self._rows.get(matrix, (len(matrix),))))
+
+
+def _rate(matrix: Tensor, group: dict[str, Any]) -> float:
+    return float(group["lr"]) * _LIKE_ADAMW * math.sqrt(max(matrix.shape))
 
 
 def learning_rate_factor(step: int, config: OptimConfig, max_steps: int) -> float:

@@ -16,17 +16,24 @@ import torch
 from torch import Tensor, distributed
 
 T = TypeVar("T")
-GROUP_TIMEOUT = timedelta(minutes=12)  # longer than one rank may compile, save, or read while the others wait
+GROUP_TIMEOUT = timedelta(minutes=10)  # longer than one rank may compile, save, or read while the others wait
+
+# Variables of torch's flight recorder, the older name of each, which torch still reads, and a value.
+_RECORDER = (
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{folder}/nccl_"),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
+)
 
 
 def record_flights(folder: Path) -> None:
     """Have NCCL write its last collectives to nccl_RANK in `folder` when a rank hangs, for `torchfrtrace` to read.
 
-    Call it before the group is formed.
+    Call it before the group is formed. What the user has set stays.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl_"))
+    for name, older, value in _RECORDER:
+        if older not in os.environ:
+            os.environ.setdefault(name, value.format(folder=folder.absolute()))
 
 
 def is_distributed() -> bool:
@@ -83,7 +90,8 @@ def _host_group() -> distributed.ProcessGroup:
     known = _host_groups.get(default)
     group = None if known is None else known()
     if group is None:
-        group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        # of a rank that hangs NCCL's watchdog, which has the recorder, is to tell first
+        group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT + timedelta(minutes=1))
         _host_groups[default] = weakref.ref(group)
     return group
 

@@ -57,6 +57,13 @@ def place(started: Ranks, present: int) -> int:
     return started.local_rank
 
 
+def take(started: Ranks) -> str:
+    """Make this process's GPU the current one, whose name and kernels are asked for from here on; returns its UUID."""
+    index = place(started, torch.cuda.device_count())
+    torch.cuda.set_device(index)
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def read_gpu_meter() -> dict[str, float]:
     """Return the GPU's watts, and the part of the last moment (0 to 1) in which a kernel ran, as the driver says.
 

@@ -85,7 +85,8 @@ def is_first_rank() -> bool:
     """Return whether this process is rank 0 or the only one; also where the variables are wrong."""
     variables = _translate(os.environ)
     several = (variables.get("WORLD_SIZE") or "1") != "1"  # a LOCAL_RANK alone was left in a shell
-    return (variables.get("RANK") or (several and variables.get("LOCAL_RANK")) or "0") == "0"
+    rank = variables.get("RANK") or (several and variables.get("LOCAL_RANK")) or "0"
+    return rank == "0" or not rank.isdigit()
 
 
 def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:

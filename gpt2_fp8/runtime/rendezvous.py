@@ -18,23 +18,27 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from gpt2_fp8.compat.torch_private import agent_waits
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, Drifted, RunError
+from gpt2_fp8.compat.torch_private import rank_agent
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, Drifted, RunError, Stopped, UserError
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PATIENCE_SECONDS = 300.0  # one rank may import its packages from a slow disk while the others wait
 END_SECONDS = 60.0  # that other ranks wait for rank 0's end
 GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
-SAVE_SECONDS = 600  # that the ranks have to save and end after a signal, under an agent of this process
+SAVE_SECONDS = 600  # that the ranks, and under an agent of this process all of them, have to save after a signal
 _LOOK_SECONDS = 0.05
+_WATCH_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _AGREED = (Diverged, Drifted, DataSourceLost)  # ends to which all ranks come together
 
@@ -66,6 +70,7 @@ class Meeting:
         self.kept = self._get("kept") or None
         self.again = self.kept is not None or (place.has_agent and not _is_agents())
         self._ending = threading.Event()
+        self._lost: RankLost | None = None  # what is known of another rank's failure, also after the store has ended
 
     def _generation(self) -> str:
         own, place = uuid.uuid4().hex, self.ranks
@@ -96,6 +101,13 @@ class Meeting:
             self._every.set("folder", folder)
             return folder
         return self._get("folder")
+
+    def claim(self, gpu: str) -> None:
+        """Note that this rank computes on the GPU of this UUID. Raises UserError if another does, as NCCL would."""
+        rank, host = str(self.ranks.rank), os.environ.get("NCCL_HOSTID")  # by which NCCL tells hosts apart
+        owner = self._store.compare_set(f"{host} {gpu}", "", rank).decode()
+        if owner != rank:
+            raise UserError.of(f"the ranks {owner} and {rank} are on one GPU, {gpu}", "one process for each GPU")
 
     def group_store(self) -> dist.Store:
         """Return where a process group may be formed."""
@@ -129,14 +141,20 @@ class Meeting:
             self.ending()
             return error
         self.ending()
-        until = time.monotonic() + 2 * GRACE_SECONDS
+        if self._lost is not None:
+            return self._lost
+        until, name = time.monotonic() + 2 * GRACE_SECONDS, "another rank"
         with suppress(RuntimeError):  # the store is gone too
+            self._store.set(f"torn/{self.ranks.rank}", "")
             while (lost := self._failure()) is None and time.monotonic() < until and signals.get_received() is None:
                 time.sleep(_LOOK_SECONDS)
             if lost is not None:
                 return lost
+            silent = [str(rank) for rank in range(self.ranks.world_size) if not self._store.check([f"torn/{rank}"])]
+            if silent and signals.get_received() is None:  # the others have had the time to come here too
+                name = "rank " + ", ".join(silent)
         is_hang = "timed out" in str(error).lower()
-        return RankLost("another rank hangs: it did not come to a collective" if is_hang else "another rank is gone")
+        return RankLost(f"{name} hangs: it did not come to a collective" if is_hang else f"{name} is gone")
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends, unless they have come to an end together. Raises nothing."""
@@ -151,13 +169,15 @@ class Meeting:
         """Tell the other ranks that rank 0 ends, and has printed `text`. Raises nothing."""
         with suppress(RuntimeError):
             self._store.set("said", text)
+            if not _is_agents():  # the store ends with this process, and another's thread is to see why
+                time.sleep(1.5 * _WATCH_SECONDS)
 
     def end_after_rank_zero(self, error: RunError | None, text: str) -> None:
         """Wait until rank 0 has come to its end, and print `text` unless rank 0 has said as much. Raises nothing."""
         if isinstance(error, RankLost):
             return
         said = None
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + (SAVE_SECONDS if isinstance(error, Stopped) else END_SECONDS)
         with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
             while not (there := self._store.check(["said"])) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
@@ -171,12 +191,13 @@ class Meeting:
         if not store.check(["failed"]):
             return None
         rank, words, code, status = json.loads(store.get("failed"))
-        return None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
+        self._lost = None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
+        return self._lost
 
     def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
         with suppress(RuntimeError):  # the store is gone: so are all connections
             while (error := self._failure(store)) is None:
-                if self._ending.wait(1.0):
+                if self._ending.wait(_WATCH_SECONDS):
                     return
             if self._ending.wait(GRACE_SECONDS):
                 return
@@ -186,6 +207,7 @@ class Meeting:
                 writer.join(2 * GRACE_SECONDS)
                 programs.say(str(error))
                 store.set("said", str(error))
+                time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: the store may end with this process
             os._exit(error.exit_code)
 
 
@@ -241,37 +263,65 @@ def _is_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-def launch(count: int, words: Sequence[str]) -> int:
-    """Run this program with `words` as `count` ranks by torch's agent; returns the code of the first that failed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+def launch(count: int, restarts: int, words: Sequence[str]) -> int:
+    """Run this program with `words` as `count` ranks by torch's agent; returns the code of the first that failed.
+
+    After a fault all ranks are started again, `restarts` times at most: not what was refused or stopped, or diverged.
+    Raises RankLost if a rank was killed.
+    """
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    def is_fault(failures: Mapping[int, ProcessFailure], left: int) -> bool:
+        lost = _lost(failures)
+        if lost is not None and left:
+            programs.say(f"{lost}; all are started again: {restarts - left + 1} of {restarts}")
+        return lost is not None
 
     for name in ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     asked = (*signals.SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else signals.SIGNALS
     handled = [each.name for each in asked if signal.getsignal(each) != signal.SIG_IGN]  # nohup
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=ranks.OWN_ID, max_restarts=0,
-        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(handled), **agent_waits(SAVE_SECONDS),
-    )  # fmt: skip
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    here = "127.0.0.1"
+    handler = registry.get_rendezvous_handler(RendezvousParameters("c10d", f"{here}:0", ranks.OWN_ID, 1, 1, here))
+    spec = WorkerSpec(
+        role="rank", local_world_size=count, rdzv_handler=handler, max_restarts=restarts, monitor_interval=0.1,
+        entrypoint=sys.executable, args=(*_own_program(), *words), local_addr=here,
+    )  # fmt: skip
     try:
-        launch_agent(config, sys.executable, [*_own_program(), *words])
-    except ChildFailedError as error:
-        rank, failed = error.get_first_failure()
-        if failed.exitcode >= 0:
-            return failed.exitcode  # it has said why
-        if -failed.exitcode in signals.SIGNALS:
-            return signals.exit_code(-failed.exitcode)
-        name = signal.Signals(-failed.exitcode).name
-        programs.say(f"rank {rank} (process {failed.pid}) was killed by {name}, and the others were ended")
-        return 1
+        failures = rank_agent(spec, is_fault, SAVE_SECONDS).run().failures
     except SignalException as error:
         return signals.exit_code(error.sigval)
-    return 0
+    finally:
+        handler.shutdown()
+    if not failures:
+        return 0
+    failed = _first(failures)[1]
+    if _signal(failed) is not None:
+        raise RankLost(f"{_lost(failures)}, and the others were ended")
+    return failed.exitcode if failed.exitcode >= 0 else signals.exit_code(-failed.exitcode)  # it has said why
+
+
+def _first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and how; of several in a second the one that was killed."""
+    return min(failures.items(), key=lambda each: (each[1].timestamp, _signal(each[1]) is None))
+
+
+def _signal(failed: ProcessFailure) -> signal.Signals | None:
+    """Return the signal that has killed a rank; None: it has ended, or was stopped."""
+    is_killed = failed.exitcode < 0 and -failed.exitcode not in signals.SIGNALS
+    return signal.Signals(-failed.exitcode) if is_killed else None
+
+
+def _lost(failures: Mapping[int, ProcessFailure]) -> str | None:
+    """Return which rank has failed by a fault; None: they have come to a known end, or were stopped."""
+    rank, failed = _first(failures)
+    if (killed := _signal(failed)) is not None:
+        return f"rank {rank} (process {failed.pid}) was killed by {killed.name}"
+    return f"rank {rank} (process {failed.pid}) failed" if failed.exitcode == RunError.exit_code else None
 
 
 def _own_program() -> list[str]:

@@ -147,7 +147,7 @@ class Signals:
             self._throw_from(frame)
 
     def _tell(self, signum: int) -> None:
-        if not self._told and not self.ends:
+        if not self._told and not self.ends and ranks.is_first_rank():
             self._told = True
             before = "\r\x1b[2K" if os.isatty(2) else "\n"  # erase the progress bar, which is drawn again below
             text = f"{before}{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n"

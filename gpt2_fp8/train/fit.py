@@ -66,7 +66,7 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     finally:
         training.close(error)
         rendezvous.ending()
-        if error is None or not place.launcher:  # a GPU that waits for a rank does not answer
+        if error is None or not place.launcher:  # else the GPU may wait for a lost rank, and this for the GPU
             clean_up()
 
 
@@ -99,7 +99,7 @@ class Training:
         self.parts: Parts | None = None
         self._world_size, self._limit = 1, ""  # the key of the limit that gives the last step
         if (met := rendezvous.get_meeting()) is not None:
-            collectives.record_flights(folder)
+            collectives.record_flights(end.folder)
             met.watch(self._end_hanging)
 
     def prepare(self) -> None:
@@ -107,6 +107,8 @@ class Training:
         typed = own_words.keys(self.end.words)
         device = devices.device(self.config)
         self._world_size = world_size = devices.devices(self.config, device) * self.config.trainer.num_nodes
+        if device == "cuda" and (met := rendezvous.get_meeting()) is not None:
+            met.claim(devices.take(met.ranks))
         before = self.config
         config = run_length.fit_micro_batch(before, world_size, typed)  # `trainer.devices=auto` is known only now
         for line in run_length.describe_micro_batch(before, config):
@@ -169,7 +171,7 @@ class Training:
         if config.logger.histograms_every_n_steps and not trial:
             callbacks.append(Histograms(config.logger.histograms_every_n_steps, run_length.last_step(config)))
         kernels = plan.backend.kernels(module.vocab_size, config.micro_batch)
-        callbacks.append(SameRun(config, read_versions() | _versions(plan), kernels))
+        callbacks.append(SameRun(config, read_versions() | _versions(plan), kernels, folder))
         callbacks += [*self._choose(throughput), RunLabels(config, self.end.words), self.divergence]
         callbacks += [] if trial else [self.checkpointing, stop]
         loggers = [] if trial else build_loggers(config, folder, resume_step, self.end.in_sweep)

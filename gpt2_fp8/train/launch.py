@@ -18,13 +18,11 @@ from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
 
 log = logging.getLogger(__name__)
 
-LOCK = ".lock"  # in the run's folder
 _RETRY_SECONDS = 0.2  # the last holder may delete the file after another process opened it, before it locked it
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -76,15 +74,13 @@ def lock_run(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout  # slow to import, and `--help` needs no lock
 
-    path = folder / LOCK
+    path = folder / disk.LOCK
     lock = FileLock(path, _RETRY_SECONDS, poll_interval=0.02, thread_local=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        holder = f"{path} does not say which"
-        with suppress(OSError):
-            holder = harmless(path.read_text(encoding="utf-8", errors="replace").strip())
+        holder = disk.read_holder(folder) or f"{path} does not say which"
         raise UserError.of(f"another run is at work in {folder}: {holder}", "give this one another run_name") from None
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -126,19 +122,25 @@ def import_rendezvous() -> ModuleType:
         return rendezvous
 
 
-def launch_ranks(config: RunConfig, words: Callable[[], Sequence[str]]) -> int | None:
+def launch_ranks(end: RunEnd, words: Callable[[], Sequence[str]]) -> int | None:
     """Run a job as one process for each rank; returns the exit code, None if this process runs it.
 
-    That is where a launcher has started it, or where one process is enough. `words` returns the command line.
+    That is where a launcher has started it, or where one process is enough, which nobody starts again. `words` returns
+    the command line. Raises RankLost if a rank was killed.
     """
-    options = config.trainer
-    if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
+    options = end.config.trainer
+    alone = options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu")
+    if ranks.current().launcher or (alone and not options.max_restarts):
         return None
     from gpt2_fp8.runtime import devices  # imports torch
 
-    if (count := devices.devices(config, devices.device(config))) == 1:
+    if (count := devices.devices(end.config, devices.device(end.config))) == 1 and not options.max_restarts:
         return None
     with signals.handle_signals():
-        from gpt2_fp8.runtime.rendezvous import launch
+        from gpt2_fp8.runtime import rendezvous
 
-    return launch(count, words())
+    try:
+        return rendezvous.launch(count, options.max_restarts, words())
+    except rendezvous.RankLost as lost:
+        end.name_lost(lost)
+        raise

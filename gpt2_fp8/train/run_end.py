@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
+AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0, or srun --kill-on-bad-exit, ends the others
 _STATUS = {2: "refused", 130: "stopped", 143: "stopped"}  # of a process that has ended before its run began
 NAME = "summary.json"
 
@@ -139,7 +139,7 @@ class RunEnd:
         self.summary.take_settings(config)
         self.first_step: int | None = None
         self.in_sweep = typed is None and bool(words)
-        self._config, self._here, self._typed = config, here, typed
+        self.config, self._here, self._typed = config, here, typed
 
     def close(self, error: BaseException | None) -> None:
         """Write the summary and the last lines of the log, on rank 0. `error` has ended the run; None: it ended well.
@@ -161,9 +161,20 @@ class RunEnd:
         for line in self._last_lines() if self.first_step is not None else ():
             log.info(line)
 
+    def name_lost(self, lost: RunError) -> None:
+        """Have the summary name the rank that was killed: rank 0 may not have known, or may have been the one."""
+        if found := read_summary(self.folder):
+            saved = bool(pointers.steps(self.folder / "checkpoints"))
+            lost.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
+            told = {"status": lost.status, "exit_code": lost.exit_code, "message": str(lost), "ended": _now()}
+            with suppress(OSError):  # a full disk
+                durable.write_json(self.folder / NAME, found | told)
+        else:
+            self.close(lost)
+
     def _last_lines(self) -> Iterator[str]:
         """Yield the last lines of the log: results, where the curves are, and what to type next."""
-        done, config, first_step = self.summary, self._config, self.first_step or 0
+        done, config, first_step = self.summary, self.config, self.first_step or 0
         yield result_line(done, first_step)
         here = self._typed.here if self._typed else None
         shown = shlex.quote(str(as_typed(self.folder, here)))
@@ -188,7 +199,7 @@ class RunEnd:
         """Return the command that continues the run, for as long again if it has completed."""
         done = self.summary
         completed = done.status == "completed"
-        longer = own_words.twice_as_long(self._config, done.ended_by, done.steps) if completed else []
+        longer = own_words.twice_as_long(self.config, done.ended_by, done.steps) if completed else []
         started = ranks.current()
         if started.several and started.launcher != ranks.OWN:  # `python` alone would go on in a single process
             line = "line" if started.launcher == ranks.VARIABLES else f"line of {started.launcher}"
@@ -246,12 +257,12 @@ def say_end(error: RunError | None) -> int:
             met.say(text)
     elif met is not None:
         met.end_after_rank_zero(error, text)
-    elif os.environ.get("TORCHELASTIC_RUN_ID"):
+    elif os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_STEP_ID"):
         until = time.monotonic() + AGENT_SECONDS
         while signals.get_received() is None and time.monotonic() < until:
             time.sleep(0.1)
         if signals.get_received() is None:  # rank 0 was not refused
-            programs.say(f"rank {os.environ.get('RANK')}: {text}")
+            programs.say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')}: {text}")
     return 1 if error is None else error.exit_code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.compat import lightning_private
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run
@@ -35,7 +37,13 @@ from gpt2_fp8.train.strategies import RanksStrategy, ShardedStrategy
 _QUIET = (
     *("lightning.pytorch", "lightning.fabric"),
     *("datasets", "huggingface_hub", "httpx", "httpx2"),  # a line for each file and each request
+    "TransformerEngine",  # whether torch.compile takes it
 )
+# Warnings of libraries about themselves.
+_USELESS: dict[str, type[Warning]] = {
+    ".*cannot be converted to a JitArgument": UserWarning,  # of FlashAttention 4 by cutlass
+    r"invalid escape sequence '\\\.'": SyntaxWarning,  # in torchao 0.18
+}
 # Names of places, which may be another one on each node. What is read there is compared.
 _PLACES = (
     *("run_name", "ckpt_path", "init_from", "tags", "notes"),
@@ -143,15 +151,20 @@ class SameRun(Callback):
         config: the run's.
         versions: of what could change a number.
         kernels: what computes, by the part of the model, in words.
+        folder: the run's, which nodes may not share. Rank 0 holds it.
     """
 
-    def __init__(self, config: RunConfig, versions: Mapping[str, str | None], kernels: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: RunConfig, versions: Mapping[str, str | None], kernels: Mapping[str, str], folder: Path
+    ) -> None:
         self._facts = {"settings": _flat(asdict(config)), "versions": dict(versions), "kernels": dict(kernels)}
+        self._folder = folder
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
         identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
-        own = self._facts | {"text": identity()}
+        holder = disk.read_holder(self._folder)
+        own = self._facts | {"text": identity(), "folder": {disk.LOCK: holder} if holder else {}}
         ranks_facts = [json.loads(facts) for facts in collectives.everyones(json.dumps(own, default=str))]
         if problems := list(_differences(ranks_facts)):
             raise SharedRefusal(problems)
@@ -237,10 +250,16 @@ def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def quiet_logs() -> None:
-    """Leave the log to this run, on one rank."""
+    """Leave the log to this run, on one rank. What libraries say on another rank is in the file of that rank alone."""
     if not ranks.is_first_rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
+        logging.captureWarnings(True)
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(logging.Filter("gpt2_fp8"))
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
     lightning_private.ignore_warnings()
+    for message, category in _USELESS.items():
+        warnings.filterwarnings("ignore", message=message, category=category)

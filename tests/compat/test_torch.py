@@ -1,11 +1,14 @@
 """What `compat.torch_private` expects of torch. What needs a GPU is in `tests/gpu/test_compat.py`."""
 
 import inspect
+import signal
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import PContext
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.nn.attention import SDPBackend
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -77,17 +80,27 @@ def test_chosen_attention_is_what_runs(dropout, expected):
     assert ("Flash" in type(y.grad_fn).__name__) == (expected == SDPBackend.FLASH_ATTENTION)
 
 
-def test_the_agent_gives_its_ranks_time_to_save(monkeypatch):
-    close = PContext.close
-    assert list(inspect.signature(close).parameters) == ["self", "death_sig", "timeout"]
-    assert torch_private.agent_waits(600) == {"shutdown_timeout": 600}
-    monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "shutdown_timeout")
-    kept = close.__defaults__
-    try:
-        assert torch_private.agent_waits(600) == {}
-        assert close.__defaults__ == (None, 600)
-    finally:
-        close.__defaults__ = kept
+@pytest.mark.parametrize(("is_fault", "left"), [(True, [2, 1, 0]), (False, [2])])
+def test_rank_agent(is_fault, left):
+    """It starts its ranks again after a fault alone, and gives them time to save after a signal."""
+    seen = []
+
+    def judge(failures, restarts_left):
+        seen.append(restarts_left)
+        return is_fault
+
+    handler = registry.get_rendezvous_handler(RendezvousParameters("c10d", "127.0.0.1:0", "run", 1, 1, "127.0.0.1"))
+    spec = WorkerSpec(
+        "rank", 1, handler, entrypoint="sh", args=("-c", "exit 7"), max_restarts=2, local_addr="127.0.0.1"
+    )
+    agent = torch_private.rank_agent(spec, judge, 600)
+    assert [failure.exitcode for failure in agent.run().failures.values()] == [7]
+    assert seen == left
+    handler.shutdown()
+    assert list(inspect.signature(PContext.close).parameters) == ["self", "death_sig", "timeout"]
+    agent._pcontext = mock.Mock()
+    agent._shutdown(signal.SIGINT)
+    assert agent._pcontext.close.call_args_list[0] == mock.call(signal.SIGINT, 600)
 
 
 def test_skip_on_host():

@@ -35,6 +35,7 @@ def refused(*words):
 @pytest.mark.parametrize("words", [["trainer.devices=2"], ["trainer.num_nodes=2", "trainer.strategy=ddp"]])
 def test_a_job_of_several_devices_is_refused(words):
     assert "each job has one GPU" in refused(*JOBLIB, "trainer=gpu", "micro_batch_size=8", *words)
+    assert "starts each job once" in refused(*JOBLIB, "trainer=gpu", "trainer.max_restarts=1")
     assert len(preflight([*JOBLIB, "trainer=ddp"])) == 3, "every GPU is the one that a job sees"
 
 

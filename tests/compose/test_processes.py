@@ -31,6 +31,7 @@ def test_the_launchers_number(torchrun, words):
     [
         (["trainer.devices=2"], "trainer.devices=2: torchrun has started 4"),
         (["trainer.num_nodes=3"], "trainer.num_nodes=3: torchrun has started 2"),
+        (["trainer.max_restarts=2"], "trainer.max_restarts=2: torchrun has started the ranks"),
         (["global_batch_size=12"], "a step of 12 sequences does not divide into forward passes of"),
         (["micro_batch_size=16"], "a step of 16 sequences does not divide into forward passes of 16 on each of 8"),
     ],

@@ -53,6 +53,7 @@ REFUSED = [
     ([f"{KEY}partitoin=gpu"], "partitoin"),
     ([f"{KEY}_target_=os.system"], "_target_"),
     (["trainer=ddp", "micro_batch_size=1"], "trainer.devices=auto"),
+    (["trainer=ddp", "trainer.devices=4", "trainer.max_restarts=1"], "trainer.max_restarts"),
     (["trainer.devices=1,2", "micro_batch_size=1"], "trainer.devices"),
 ]
 

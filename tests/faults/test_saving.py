@@ -15,8 +15,8 @@ import pytest
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.train import launch
 from gpt2_fp8.train.launch import lock_run
 from gpt2_fp8.train.module import GPT2Module
 from tests import forkserver
@@ -240,9 +240,9 @@ def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path
     finally:
         first.kill()
         first.communicate()
-    assert (tmp_path / launch.LOCK).exists()  # it had no time to take its file away
+    assert (tmp_path / disk.LOCK).exists()  # it had no time to take its file away
     with lock_run(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / launch.LOCK).read_text()
+        assert f"process {os.getpid()} " in (tmp_path / disk.LOCK).read_text()
 
 
 # ---- 28: leaving while something is being written --------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -163,6 +164,12 @@ def _signalled(number, step, owner=Gradients, name="of_step", rank=1):
             os.kill(os.getpid(), number)
 
     _before(owner, name, send)
+
+
+def hangs_in_the_exchange():
+    """Rank 1 stops. The other rank's GPU waits for its gradients until the group's timeout."""
+    collectives.GROUP_TIMEOUT = timedelta(seconds=40)
+    _signalled(signal.SIGSTOP, 3, Exchange, "end")
 
 
 stopped = partial(_signalled, signal.SIGTERM, 5)

@@ -42,6 +42,27 @@ def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, device):
             assert torch.equal(tensor.cpu(), other.state[theirs][name].cpu()), name
 
 
+def test_muon_in_batches_is_muon_one_by_one():
+    """Momenta to a last bit, updates within the rounding of bfloat16 products: an error as large as its own."""
+    choice = next(choice for choice in CHOICES if choice.name == "muon")
+    models = [small_model().cuda() for _ in range(2)]
+    start = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
+    batched, single = (build_optimizer(model, OPTIM, choice) for model in models)
+    single._update_together = lambda own, group: [single._update(matrix, matrix.grad, group) for matrix in own]
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name, parameter in models[0].named_parameters():
+        parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+        models[1].get_parameter(name).grad = parameter.grad.clone()
+    batched.step()
+    single.step()
+    for name, parameter in models[0].named_parameters():
+        other = models[1].get_parameter(name)
+        for key, tensor in batched.state[parameter].items():
+            torch.testing.assert_close(tensor, single.state[other][key], rtol=1e-6, atol=1e-8)
+        one, by_one = parameter - start[name], other - start[name]
+        assert (one - by_one).norm() <= 0.02 * by_one.norm(), name
+
+
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_a_skipped_update_changes_nothing_and_the_host_does_not_wait(choice):
     model = small_model().cuda()

@@ -68,7 +68,8 @@ ON_OWN_GPUS = {
     "fsdp, no memory": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory_on_all",))],
     "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
-    **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in KILLED},
+    **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
+    "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],
     "fused, moved": [
         Launch(words("fused", *LONG), faults=("stopped",)),
         Launch(words("fused", *LONG, "ckpt_path=last"), gpus=1),
@@ -142,6 +143,9 @@ def test_four_gpus_compute_what_one_does(runs, road, how):
     ("road", "launcher", "said"),
     [
         pytest.param("fused", "torchrun", "torchrun: 2 processes, started again", marks=hopper),
+        pytest.param(
+            "fused", "trainer.devices", "torch's agent: 2 processes, started again", marks=[hopper, own_gpus]
+        ),
         ("delayed", "two nodes", "torchrun: 2 processes on 2 nodes, started again"),
         ("current", "srun", "srun: 2 processes"),
         pytest.param(
@@ -235,6 +239,15 @@ def test_out_of_memory_on_one_gpu_ends_a_sharded_run_with_its_name(runs):
     run = runs("fsdp, no memory on one")
     assert run.codes == [2], run.output
     assert run.output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, run.output
+
+
+@own_gpus
+@hopper
+def test_49_a_rank_that_hangs_ends_the_run_and_leaves_what_nccl_did(runs):
+    run = runs("hangs_in_the_exchange")
+    assert run.codes == [1], run.output
+    assert "SIGABRT" in summary(run.folder)["message"]
+    assert (run.folder / "nccl_0").stat().st_size
 
 
 def test_weights_of_1_5b_are_compared_within_10_ms():

@@ -18,10 +18,12 @@ from tests.runs import checkpoint, metrics, summary, train, train_until
 
 AGENT = ["--nproc-per-node", "2"]
 COUNT_EXCHANGES = """
+import logging, warnings
 import torch
 from gpt2_fp8.engine.exchange import Exchange
 
 end, on_start = Exchange.end, GPT2Module.on_train_start
+SAID = "a library warns"
 
 def counted(self):
     with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
@@ -30,6 +32,8 @@ def counted(self):
 
 def on_train_start(self):
     on_start(self)
+    warnings.warn(SAID)
+    logging.getLogger("library").warning(SAID)
     if self.trainer.strategy.model is not self:
         Path("wrapped").touch()
 
@@ -48,6 +52,18 @@ def __iter__(self):
         yield item
 
 Steps.__iter__ = __iter__
+"""
+REFUSED_AGAIN = """
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train.fit import Training
+prepare = Training.prepare
+
+def refuse_or_prepare(self):
+    if Path("happened").exists():
+        raise UserError.of("not so")
+    prepare(self)
+
+Training.prepare = refuse_or_prepare
 """
 SLOW_SUMMARY = """
 write = Summary.write
@@ -99,7 +115,8 @@ def test_one_folder_and_one_summary_of_two_processes(two):
     report = summary(the_run(cwd))
     assert (report["status"], report["steps"], report["tokens"]) == ("completed", 12, 12 * 8 * 32)
     assert output.count("precision  fp32 instead of") == 1, "the ranks do not say the same twice"
-    assert "Warning" not in output
+    assert (output.count("Warning"), output.count("a library warns")) == (1, 2), "rank 0 alone"
+    assert (the_run(cwd) / "rank_1.log").read_text().count("a library warns") == 2
 
 
 def test_two_processes_compute_what_one_does_with_one_exchange_a_step(one, two):
@@ -307,16 +324,48 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one):
-    output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGKILL"), code=1)
-    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", output), output
+    """Rank 0, which writes the summary, as NCCL's watchdog kills one that waits in vain."""
+    began = time.monotonic()
+    output = run(tmp_path, *TWO, "run_name=run", patch=fault(0, 7, "SIGABRT"), code=1)
+    assert time.monotonic() - began < 60
+    named = r"rank 0 \(process \d+\) was killed by SIGABRT"
+    assert re.search(named, output), output
+    assert re.search(named, summary(tmp_path / "outputs/run")["message"])
     assert "Traceback" not in output
     run(tmp_path, *TWO, "run_name=run", "ckpt_path=last")
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
+def test_a_run_with_restarts_completes_as_if_no_rank_had_been_killed(tmp_path, two):
+    output = run(tmp_path, *TWO, "trainer.max_restarts=1", patch=fault(1, 7, "SIGKILL"))
+    assert "launcher   torch's agent: 2 processes, started again\n" in output
+    assert_same_numbers(the_run(tmp_path), two)
+
+
+def test_one_process_is_started_again_after_a_fault_and_not_after_a_refusal(tmp_path):
+    output = run(tmp_path, *WORDS, "trainer.max_restarts=3", patch=fault(0, 3, "SIGKILL") + REFUSED_AGAIN, code=2)
+    assert "rank 0" in output
+    assert output.count("all are started again") == output.count("not so") == 1, output
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    hurry = (
+        "\nfrom datetime import timedelta\nfrom torch.distributed.elastic.multiprocessing import PContext\n"
+        "from gpt2_fp8.runtime import collectives, rendezvous\n"
+        "collectives.GROUP_TIMEOUT = timedelta(seconds=3)\nrendezvous.GRACE_SECONDS = 1.0\n"
+        "PContext.close.__defaults__ = (None, 3)\n"
+    )
+    output = run(tmp_path, *TWO, "run_name=run", patch=fault(1, 7, "SIGSTOP") + hurry, code=1)
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["steps"]) == ("failed", 7)
+    assert output.count("rank 1 hangs") == 1, output
+    assert "rank 1 hangs" in report["message"]
+    assert "Traceback" not in output
+
+
 def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path):
     patch = fault(1, 2, "SIGTERM") + SLOW_SUMMARY
-    output = run(tmp_path, *TWO, "run_name=run", patch=patch, code=143)
+    output = run(tmp_path, *TWO, "run_name=run", "trainer.max_restarts=1", patch=patch, code=143)
     assert summary(tmp_path / "outputs/run")["status"] == "stopped"
     assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
     assert output.count("ckpt_path=last continues") == 1, output
@@ -358,25 +407,43 @@ from gpt2_fp8.train import fit
 if os.environ["RANK"] == "1":
     versions = fit._versions
     fit._versions = lambda plan: versions(plan) | {"attention": "other"}
-    sys.argv += ["optim.lr=1e-4", "data.train_files=[text-1.txt]"]
+    sys.argv += ["optim.lr=1e-4", "data.train_files=[../text-1.txt]"]
+    os.chdir("node-1")
+"""
+ONE_GPU = """
+from gpt2_fp8.runtime import rendezvous
+from gpt2_fp8.train.fit import Training
+prepare = Training.prepare
+
+def claim_and_prepare(self):
+    time.sleep(os.environ["RANK"] == "0")  # it hosts the store, and is the one that is refused
+    rendezvous.get_meeting().claim("GPU-0")
+    prepare(self)
+
+Training.prepare = claim_and_prepare
 """
 
 
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
     for rank in range(2):
         (tmp_path / f"text-{rank}.txt").write_text("one line of text\n" * (3000 + rank))
+    (tmp_path / "node-1").mkdir()
     data = ["data=text_files", "data.tokenizer=bytes", "data.num_workers=0", "data.train_files=[text-0.txt]"]
     ends = tasks(tmp_path, by_hand(), *WORDS, *data, "run_name=run", patch=OTHER)
     assert [code for code, _ in ends] == [2, 2], ends
     said = "".join(output for _, output in ends)
-    assert said.count("error:") == 3, said
-    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", "")):
+    assert said.count("error:") == 4, said
+    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", ""), ("folder", "lock none")):
         assert re.search(f"rank 1 has other {kind} than rank 0: .*{name}", said), said
 
 
 def test_a_step_that_three_processes_cannot_share(tmp_path):
     refused(tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3), "a step of 8 sequences does not divide")
     assert not (tmp_path / "outputs").exists()
+
+
+def test_two_ranks_on_one_gpu(tmp_path):
+    refused(tasks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=ONE_GPU), "the ranks . and . are on one GPU")
 
 
 def test_a_sweep_in_every_process(tmp_path):
