@@ -126,7 +126,7 @@ class Backend(ABC):
         self.fused_loss = self.device == "cuda" and self.ran != "fp32"
         model = GPT2(*options, built=sharding.divide)
         if not model.spec.tied:
-            sharding.divide(model.head)
+            sharding.divide(model.head, reshard=False)  # its backward follows at once
         sharding.divide_rest(model, model.spec.tied)
         return model
 
