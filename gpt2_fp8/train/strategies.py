@@ -114,12 +114,10 @@ class ShardedStrategy(RanksStrategy):
         return whole
 
     def teardown(self) -> None:
-        """End without moving the model to the CPU: a GPU may wait for a rank that has run out of memory."""
+        """End without moving the model to the CPU or freeing memory: a GPU may wait for a rank that has run out of it."""
         assert self.cluster_environment is not None
-        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
