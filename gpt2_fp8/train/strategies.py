@@ -114,7 +114,7 @@ class ShardedStrategy(RanksStrategy):
         return whole
 
     def teardown(self) -> None:
-        """End without moving the model to the CPU or freeing memory: a GPU may wait for a rank that has run out of it."""
+        """End without freeing memory, or moving the model: a GPU may wait for a rank that has run out of memory."""
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
