@@ -189,7 +189,8 @@ class Checkpointing(Checkpoint):
         """Finish what is being written. An error of the writer does not hide `exception`."""
         self._leaving = True
         try:
-            self.writer.close()
+            # Unlocking memory may wait for a GPU, and that for a rank that is gone.
+            self.writer.wait() if collectives.is_distributed() else self.writer.close()
         except Exception as error:
             log.error("a checkpoint was lost: %s: %s", type(error).__name__, error)
         if trainer.is_global_zero:

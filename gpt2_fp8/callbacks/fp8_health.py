@@ -81,9 +81,10 @@ class FP8HealthLog(pl.Callback):
         if settles:
             pl_module.step.settle()
         self._row = step
-        stops = signals.is_pending()
-        if self._health is None or (any_rank(stops) if self._divided and sampled else stops):
+        stops = self._health is None or signals.is_pending()
+        if any_rank(stops) if self._divided and sampled else stops:
             return
+        assert self._health is not None
         with self._only_looking(step):
             if settles:
                 self._look(trainer, step, self._health.read(), batch["ids"] if sampled else None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
 from gpt2_fp8.runtime import sharding
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Histograms(pl.Callback):
         try:
             self._gradients = [name for name, _ in found], count([gradient for _, gradient in found])
         except Exception as error:
-            self._give_up(error, trainer.global_step + 1)
+            self._give_up(error, trainer.global_step + 1, pl_module.model)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Count the weights, read both, and log."""
@@ -148,16 +148,18 @@ class Histograms(pl.Callback):
                 found = read(gradients[0], "gradient", gradients[1], result.read().clip_ratio)
             found += read(list(weights), "weight", count(list(weights.values())))
         except Exception as error:
-            self._give_up(error, step)
+            self._give_up(error, step, pl_module.model)
             return
         for logger in trainer.loggers:
             if write := getattr(logger, "log_histograms", None):  # train/loggers.py
                 write(found, step)
 
-    def _give_up(self, error: Exception, step: int) -> None:
+    def _give_up(self, error: Exception, step: int, model: Any) -> None:
         """Go on without histograms: what only looks does not end a run. Raises what does, such as a signal's."""
         if isinstance(error, RunError):
             raise error
+        if is_out_of_memory(error):
+            check_undivided(model, "histograms", "logger.histograms_every_n_steps=0")
         self._failed, self._gradients = True, None
         reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
         log.warning("no histograms from step %d on (%s); training goes on", step, reason)

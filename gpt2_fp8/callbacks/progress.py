@@ -19,7 +19,7 @@ from rich.table import Column
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import duration, format_count
-from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
 from gpt2_fp8.model.generate import decode_after, generate
 from gpt2_fp8.runtime import collectives, sharding, signals
 
@@ -152,6 +152,7 @@ class Samples(pl.Callback):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            check_undivided(pl_module.model, "a sample", "callbacks.sample_tokens=0")
             pl_module.step.exchange.give_up()
             log.warning("no sample at step %d: out of memory", trainer.global_step)
             return

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.fp8_tensors import KINDS, FP8Tensor, Stored, StoredScales, headroom
 from gpt2_fp8.fp8.sampled_pass import SampledPass
@@ -104,6 +104,7 @@ class FP8Health:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            check_undivided(self._step.model, "a sampled pass", "callbacks.fp8_health=false")
             self._step.exchange.give_up()
             self.failed = str(error).partition("\n")[0]
             return []

@@ -24,7 +24,7 @@ Backward = Callable[[Tensor], None]
 
 
 class Gradients:
-    """Computes gradients into the parameters' `.grad`, one micro-batch after the other; no collective in it.
+    """Computes gradients into the parameters' `.grad`, one micro-batch after the other. Collective under FSDP alone.
 
     Args:
         plan: its backend computes.

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import largest_divisor
 from gpt2_fp8.runtime.collectives import any_rank, everyones
+from gpt2_fp8.runtime.sharding import is_divided
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -43,6 +45,15 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def check_undivided(model: nn.Module, doing: str, without: str) -> None:
+    """Raise UserError if `model` is divided among ranks, one of which has no memory for `doing`; others are in it.
+
+    `without`: the words that leave it out.
+    """
+    if is_divided(model):
+        raise UserError.of(f"out of memory in {doing}, where the other ranks wait for this one", without)
 
 
 class Fitting:

@@ -149,7 +149,8 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     parameters, per_token = parameter_count(model, padded), flops_per_token(model, padded)
     log.info("model      %s: %s parameters, vocabulary %s padded to %s",
              model.name, *(f"{number:,}" for number in (parameters, vocab_size, padded)))  # fmt: skip
-    log.info("device     %s x %d", name, world_size)
+    divided = ", which divide the model" if config.trainer.strategy == "fsdp" else ""
+    log.info("device     %s x %d%s", name, world_size, divided)
     if (place := ranks.current()).launcher:
         met = rendezvous.get_meeting()
         log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.files import Stored
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.sharding import ranks_of_copy
 from gpt2_fp8.runtime import collectives, rendezvous, sharding
@@ -93,6 +94,9 @@ class ShardedStrategy(RanksStrategy):
         options, world_size, device = self._config.trainer, self.world_size, self.root_device.type
         copies = world_size // ranks_of_copy(self._config, world_size, self.num_processes)
         assert options.gather is not None
+        if copies == world_size:
+            cause = f"trainer.shard={options.shard}: a node has one process, which would have the whole model"
+            raise UserError.of(cause, "trainer.shard=all")
         dtypes = _DTYPES[options.gather], _DTYPES[self._config.precision.reduce]
         self.sharding = Sharding(device, world_size, copies, options.reshard is True, *dtypes)
 

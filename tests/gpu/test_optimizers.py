@@ -45,7 +45,7 @@ def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, device):
 
 
 def test_muon_in_batches_is_muon_one_by_one():
-    """Momenta to a last bit. Newton-Schulz makes small singular values 400 times larger, and what was rounded in them."""
+    """Momenta to a last bit. Newton-Schulz makes small singular values 400 times larger, and the rounding in them."""
     choice = next(choice for choice in CHOICES if choice.name == "muon")
     settings = replace(OPTIM, lr=0.05, weight_decay=4.0)  # so that decay alone moves weights by a fifth
     models = [small_model().cuda() for _ in range(2)]
