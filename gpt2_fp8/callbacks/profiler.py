@@ -11,6 +11,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from gpt2_fp8.config.shown import as_typed
+
 log = logging.getLogger(__name__)
 
 TABLE, TRACE = "profile.txt", "trace.json.gz"
@@ -70,4 +72,4 @@ class Profiler(pl.Callback):
         whole = sum(time for time, _ in times.values()) or 1.0
         for name, (time, count) in sorted(times.items(), key=lambda found: -found[1][0])[:_LOGGED]:
             log.info("profile    %5.1f %% %9.2f ms %6d x %s", 100 * time / whole, time / 1e3, count, name[:60])
-        log.info("profile    all: %s, %s", self.folder / TABLE, self.folder / TRACE)
+        log.info("profile    all: %s, %s", as_typed(self.folder / TABLE), as_typed(self.folder / TRACE))

@@ -1,6 +1,6 @@
-"""How long a run is, and each rank's share of a step. A run's limits come to optimizer steps; the least of them holds,
-of those that were typed if any was.
+"""How long a run is, and each rank's share of a step. A run's limits come to optimizer steps; the least of them holds.
 
+Limits that were typed replace those of a group's file.
 `max_tokens` is a budget: the run ends at the last step that stays within it (floor). `max_epochs` is a goal: the run
 ends at the first step by which so many passes' tokens were used (ceil). `max_time` gives no steps. It only stops.
 """

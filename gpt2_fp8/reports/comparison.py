@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,17 +41,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared. The base is the first side."""
+    """What is compared."""
 
-    sides: list[Side]
+    sides: list[Side]  # by the loss at the end, best first
+    base: Side  # what the others are compared with, one of them
     tokens: float  # that all runs have
     width: float  # tokens of the window of a mean training loss: no run logs a wider interval
     validated: Array  # tokens at which all runs have validated
-
-    @property
-    def base(self) -> Side:
-        """What the others are compared with."""
-        return self.sides[0]
 
 
 def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
@@ -68,7 +64,14 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     tokens = min(float(run.curve.tokens[-1]) for run in every)
     width = min(tokens, max(WINDOW * tokens, *(run.curve.interval for run in every)))
     checked = set.intersection(*({float(at) for at in run.curve.validations[0] if at <= tokens} for run in every))
-    return Comparison(sides, tokens, width, np.array(sorted(checked)))
+    found = Comparison(sides, sides[0], tokens, width, np.array(sorted(checked)))
+    return replace(found, sides=sorted(sides, key=lambda side: _order(side, found)))
+
+
+def _order(side: Side, found: Comparison) -> tuple[bool, bool, float]:
+    """Return the place of a side: by its first loss, then what has none."""
+    mean = next(losses(side, found)).get("mean", math.nan)
+    return side.why_not is not None, math.isnan(mean), mean
 
 
 def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
     return {
         "tokens": found.tokens,
         "runs": [describe_runs(side) for side in sides],
-        "verdict": [verdict(side, found) for side in sides[1:] if side.condition.fp8],
+        "verdict": [verdict(side, found) for side in sides if side.condition.fp8 and side is not found.base],
         "losses": [row for side in sides for row in losses(side, found)],
         "equal_loss": [row for side in sides for row in equal_loss(side, found)],
         "throughput": [throughput(side, found) for side in sides],
