@@ -150,7 +150,8 @@ def _name_folder(words: list[str], key: str) -> tuple[list[str], list[Problem]]:
     if not alone or len(named) == 1:
         return words, []
     told = f"{', '.join(shown.shorten(word, 200) for word in named)}: it takes one"
-    return words, [Problem(told, "one FOLDER; all else is KEY=VALUE")]
+    first = [word for word in words if word not in named[1:]]
+    return first, [Problem(told, "one FOLDER; all else is KEY=VALUE")]
 
 
 def _as_text(word: str) -> str:

@@ -94,7 +94,7 @@ def _markdown(found: Comparison, figures: dict[str, Any], widest: int | None = N
 def _fit(rows: list[Row], widest: int) -> str:
     """Return rows as one table below the other, of at most `widest` columns; a long cell loses its middle."""
     rows = [{title: _cut(cell, _KEPT.get(title, _CELL)) for title, cell in row.items()} for row in rows]
-    titles = list(dict.fromkeys(title for row in rows for title in row))
+    titles = list(dict.fromkeys(title for row in rows for title, cell in row.items() if cell))
     kept = [title for title in titles if title in _KEPT]
 
     def show(others: list[str]) -> str:
