@@ -75,7 +75,7 @@ def read(argv: list[str], program: Program = RUN) -> CommandLine:
     except UserError as error:
         return CommandLine(problems=error.problems)
     words = [*args.overrides, *(word for word in left if not word.startswith("-"))]
-    several = []
+    several: list[Problem] = []
     if program.folder is not None:
         words, several = _name_folder(words, program.folder)
     overrides, problems = parse(_spell(words, program.schema))

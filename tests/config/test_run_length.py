@@ -75,8 +75,8 @@ def test_what_is_counted_late_is_checked_late(tiny):
 @pytest.mark.parametrize(
     ("whole", "micro", "processes", "expected"),
     [
-        (16, 16, 1, 16), (4, 16, 1, 4), (24, 16, 1, 12), (16, 16, 2, 8), (16, 16, 4, 4), (16, 4, 4, 4), (24, 8, 2, 6), (16, 16, 3, 16),
-        (512, 64, 16, 32), (16, "auto", 4, "auto"), (7, 7, 7, 1),
+        (16, 16, 1, 16), (16, 16, 2, 8), (16, 16, 4, 4), (16, 4, 4, 4), (24, 8, 2, 6), (16, 16, 3, 16),
+        (4, 16, 1, 4), (24, 16, 1, 12), (512, 64, 16, 32), (16, "auto", 4, "auto"), (7, 7, 7, 1),
     ],
 )  # fmt: skip
 def test_it_divides_the_share(whole, micro, processes, expected):
