@@ -37,8 +37,6 @@ Evaluates a trained model on the text that it was validated with, or on any othe
 
 {keys}
 
-A folder that is typed alone is ckpt_path.
-
 A run's keys change what the checkpoint was trained with: the groups {groups}, and
 {others}. The model and its tokenizer are the checkpoint's.
 
@@ -62,9 +60,8 @@ class EvaluateRunConfig(RunConfig):
     evaluate: EvaluateConfig
 
 
-PROGRAM = Program(
-    "python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"), folder="ckpt_path"
-)
+_FLAGS = "help", "overrides", "config_dir"
+PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, _FLAGS, folder="ckpt_path")
 
 
 @programs.exit_code

@@ -27,8 +27,7 @@ Writes text with a trained model: what you give it to begin with, and what the m
 
 {keys}
 
-A folder that is typed alone is ckpt_path. prompt is taken as typed, and may be given several times. Without a
-prompt a text begins as a document does.
+prompt is taken as typed, and may be given several times. Without a prompt a text begins as a document does.
 
 Examples:
   python -m gpt2_fp8.generate outputs/first prompt="To be, or not to be"

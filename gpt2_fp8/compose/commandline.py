@@ -76,9 +76,7 @@ def read(argv: list[str], program: Program = RUN) -> CommandLine:
         return CommandLine(problems=error.problems)
     words = [*args.overrides, *(word for word in left if not word.startswith("-"))]
     several: list[Problem] = []
-    if program.folder is not None:
-        words, several = _name_folder(words, program.folder)
-    overrides, problems = parse(_spell(words, program.schema))
+    overrides, problems = parse(_spell(_name_folder(words, program.folder, several), program.schema))
     given = hydra_private.given_flags(parser, args)
     problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *several, *problems]
     for name, flag in given.items():
@@ -141,17 +139,19 @@ def _spell(words: list[str], schema: type) -> list[str]:
     return said
 
 
-def _name_folder(words: list[str], key: str) -> tuple[list[str], list[Problem]]:
-    """Return the words with `key=` in front of a folder that was typed alone, and what is wrong if there are two."""
+def _name_folder(words: list[str], key: str | None, problems: list[Problem]) -> list[str]:
+    """Return the words with `key=` in front of a folder that was typed alone; a second one is added to `problems`."""
+    if key is None:
+        return words
     alone = [word for word in words if "=" not in word and not word.startswith("~")]
     alone += [word for word in words if "/" in word.partition("=")[0] and os.path.isdir(word)]  # a job of a sweep
     words = [shown.format_override(key, word) if word in alone else word for word in words]
     named = [word for word in words if word.startswith(f"{key}=")]
     if not alone or len(named) == 1:
-        return words, []
-    told = f"{', '.join(shown.shorten(word, 200) for word in named)}: it takes one"
-    first = [word for word in words if word not in named[1:]]
-    return first, [Problem(told, "one FOLDER; all else is KEY=VALUE")]
+        return words
+    told = ", ".join(shown.shorten(word, 200) for word in named)
+    problems.append(Problem(f"{told}: it takes one", "one FOLDER; all else is KEY=VALUE"))
+    return [word for word in words if word not in named[1:]]
 
 
 def _as_text(word: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,13 +65,8 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     width = min(tokens, max(WINDOW * tokens, *(run.curve.interval for run in every)))
     checked = set.intersection(*({float(at) for at in run.curve.validations[0] if at <= tokens} for run in every))
     found = Comparison(sides, sides[0], tokens, width, np.array(sorted(checked)))
-    return replace(found, sides=sorted(sides, key=lambda side: _order(side, found)))
-
-
-def _order(side: Side, found: Comparison) -> tuple[bool, bool, float]:
-    """Return the place of a side: by its first loss, then what has none."""
-    mean = next(losses(side, found)).get("mean", math.nan)
-    return side.why_not is not None, math.isnan(mean), mean
+    sides.sort(key=lambda side: np.nan_to_num(next(losses(side, found)).get("mean", math.nan), nan=math.inf))
+    return found
 
 
 def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:

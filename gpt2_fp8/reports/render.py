@@ -37,8 +37,7 @@ _FORMS = {key: form for form, keys in {
     ".3f": ("tokens_ratio", "tokens_error", "seconds_ratio", "seconds_error"),
 }.items() for key in keys}  # fmt: skip
 _MOST = 10  # conditions: the colours of one cycle
-_KEPT = {"condition": 26, "loss": 26}  # columns that each part of a wide table has, and their most characters
-_CELL = 64  # characters of another cell there: with a condition, 100 columns
+_KEPT = ("condition", "loss")  # columns that each part of a wide table has
 _POINTS = 200  # of a curve
 # Of lines that coincide, the one below shows through the gaps of the next.
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 4)), (0, (2, 4)), (0, (6, 2, 1, 2)))
@@ -93,7 +92,7 @@ def _markdown(found: Comparison, figures: dict[str, Any], widest: int | None = N
 
 def _fit(rows: list[Row], widest: int) -> str:
     """Return rows as one table below the other, of at most `widest` columns; a long cell loses its middle."""
-    rows = [{title: _cut(cell, _KEPT.get(title, _CELL)) for title, cell in row.items()} for row in rows]
+    rows = [{title: _cut(cell, 26 if title in _KEPT else 64) for title, cell in row.items()} for row in rows]
     titles = list(dict.fromkeys(title for row in rows for title, cell in row.items() if cell))
     kept = [title for title in titles if title in _KEPT]
 

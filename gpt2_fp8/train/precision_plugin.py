@@ -83,11 +83,8 @@ class FP8Precision(MixedPrecision):
 
     @staticmethod
     def from_config(config: RunConfig) -> RunPrecision:
-        """Build the plugin of a run's `GPT2Module`. Raises UserError if this machine cannot, and may not fall back.
-
-        Warnings of Lightning that are wrong about that module are hidden from here on.
-        """
-        lightning_private.ignore_warnings(whole_run=False)
+        """Build the plugin of a run's `GPT2Module`. Raises UserError if this machine cannot, and may not fall back."""
+        lightning_private.ignore_warnings(whole_run=False)  # before the Trainer is built, which has some
         return RunPrecision(resolve(config, devices.device(config)))
 
     @override
