@@ -47,7 +47,9 @@ class Profiler(pl.Callback):
             self._profile.stop()
             self._profile = None
 
-    on_exception = on_train_end  # the next run of this process may record, too
+    def on_exception(self, *args: Any) -> None:
+        """Stop: the next run of this process may record, too."""
+        self.on_train_end()
 
     def _write(self, profile: torch.profiler.profile) -> None:
         on_gpu = ProfilerActivity.CUDA in profile.activities

@@ -12,6 +12,7 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpt2_fp8.config.data_schema import FileOrHubData, HubData, MixtureData
 from gpt2_fp8.config.errors import Problem
@@ -93,10 +94,10 @@ def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
 def fit_length(config: RunConfig, typed: Container[str]) -> RunConfig:
     """Drop the limits of a group's file where another one is `typed`."""
     given = [name for name in _LIMITS if getattr(config.trainer, name) is not None]
-    of_groups = [name for name in given if f"trainer.{name}" not in typed]
+    of_groups: dict[str, Any] = {name: None for name in given if f"trainer.{name}" not in typed}
     if len(of_groups) == len(given):
         return config
-    return replace(config, trainer=replace(config.trainer, **dict.fromkeys(of_groups)))
+    return replace(config, trainer=replace(config.trainer, **of_groups))
 
 
 def fit_schedule(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
