@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     figures = comparison.figures(compared, left_out)
     new = Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = asked.out or (tops[0] if len(tops) == 1 else new)
-    shown = render.write(folder, compared, figures)
+    shown = render.write(folder, compared, figures, 100 if sys.stdout.isatty() else None)
     written = ", ".join(name for name in render.FILES if (folder / name).exists())
     print(json.dumps(figures, indent=2) if asked.json else f"{shown}\n{folder}: {written}")
 

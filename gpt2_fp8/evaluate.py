@@ -1,7 +1,7 @@
 """The evaluation of a trained model: loss, perplexity and bits per byte on any text, in any precision.
 
-python -m gpt2_fp8.evaluate ckpt_path=outputs/first
-python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=text_files data.train_files='[corpus/*.txt]' precision=fp32
+python -m gpt2_fp8.evaluate outputs/first
+python -m gpt2_fp8.evaluate outputs/first data=text_files data.train_files='[corpus/*.txt]' precision=fp32
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ A run's keys change what the checkpoint was trained with: the groups {groups}, a
 {others}. The model and its tokenizer are the checkpoint's.
 
 Examples:
-  python -m gpt2_fp8.evaluate ckpt_path=outputs/first
-  python -m gpt2_fp8.evaluate ckpt_path=outputs/first checkpoint=best precision=fp32 data.val_sequences=1000
-  python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=fineweb ranking=hellaswag_val.jsonl out=result.json
+  python -m gpt2_fp8.evaluate outputs/first
+  python -m gpt2_fp8.evaluate outputs/first checkpoint=best precision=fp32 data.val_sequences=1000
+  python -m gpt2_fp8.evaluate outputs/first data=fineweb ranking=hellaswag_val.jsonl out=result.json
 
 docs/evaluate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 3 the loss is not finite;
 4 the data source was lost; 130, 141 stopped."""
@@ -60,7 +60,8 @@ class EvaluateRunConfig(RunConfig):
     evaluate: EvaluateConfig
 
 
-PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
+_FLAGS = "help", "overrides", "config_dir"
+PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, _FLAGS, folder="ckpt_path")
 
 
 @programs.exit_code

@@ -1,6 +1,6 @@
 """Text from a trained model, token by token, with a cache of keys and values.
 
-python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
+python -m gpt2_fp8.generate outputs/first prompt="To be"
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2_fp8.runtime import programs
 if TYPE_CHECKING:
     from gpt2_fp8.train.generation import Generation
 
-PROGRAM = Program("python -m gpt2_fp8.generate", GenerateConfig, flags=("help", "overrides"))
+PROGRAM = Program("python -m gpt2_fp8.generate", GenerateConfig, flags=("help", "overrides"), folder="ckpt_path")
 HELP = """\
 Writes text with a trained model: what you give it to begin with, and what the model goes on with.
 
@@ -30,9 +30,9 @@ Writes text with a trained model: what you give it to begin with, and what the m
 prompt is taken as typed, and may be given several times. Without a prompt a text begins as a document does.
 
 Examples:
-  python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be, or not to be"
-  python -m gpt2_fp8.generate ckpt_path=outputs/first checkpoint=best prompt=import prompt=def temperature=0
-  python -m gpt2_fp8.generate ckpt_path=outputs/first prompts=beginnings.txt samples=4 out=texts.jsonl
+  python -m gpt2_fp8.generate outputs/first prompt="To be, or not to be"
+  python -m gpt2_fp8.generate outputs/first checkpoint=best prompt=import prompt=def temperature=0
+  python -m gpt2_fp8.generate outputs/first prompts=beginnings.txt samples=4 out=texts.jsonl
 
 docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 130, 141 stopped."""
 

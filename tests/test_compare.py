@@ -60,6 +60,21 @@ def test_the_files_and_what_is_printed(tmp_path, capsys):
     assert json.loads(told(capsys, tmp_path, "--json", code=0))["throughput"][1]["times_base"] == 2.0
 
 
+def test_best_first_and_on_a_terminal_within_100_columns(tmp_path, monkeypatch, capsys):
+    for place, loss in enumerate((4.2, 4.1, 4.3)):
+        changed = {"optim__lr": place, "model__name": f"a name of many words {'x' * 60} {place}"}
+        run(tmp_path / str(place), rows(lambda step: 3.0, validations={100: loss}), settings("fp8_hybrid", **changed))
+    pair(tmp_path)
+    found = json.loads(told(capsys, tmp_path, "--json", code=0))
+    assert [row["mean"] for row in found["losses"] if row["loss"] == "validation"] == [4.0, 4.1, 4.2, 4.3, 4.4]
+    assert found["losses"][0]["condition"].startswith("bf16")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = told(capsys, tmp_path, code=0)
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert max(map(len, lines)) <= 100 < max(map(len, (tmp_path / "compare.md").read_text().splitlines()))
+    assert sum(" tokens ratio " in line for line in lines) == 1
+
+
 def test_hostile_text_is_shown_and_not_obeyed(tmp_path, capsys):
     """In names of folders and conditions, notes and statuses."""
     spoilt = settings("fp8_hybrid", optim__lr=HOSTILE, seed=HOSTILE)

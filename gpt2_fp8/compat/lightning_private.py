@@ -14,14 +14,21 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-_WARNINGS: dict[str, type[Warning]] = {
+# Wrong about our module and its data, in anyone's Trainer.
+_WRONG: dict[str, type[Warning]] = {
     # Our loader is sized, reads in its own processes, and its position is in the data module's state.
     ".*does not have many workers.*": PossibleUserWarning,
     "Your `IterableDataset` has `__len__` defined.*": UserWarning,
     ".*your dataloader is not resumable.*": UserWarning,
+    ".*recommended to use `self.log\\('(val|test)_loss'.*": PossibleUserWarning,  # it is already the same on every rank
+    "You called `self.log\\('(val|test)_loss'.*but have no logger": UserWarning,  # the module did
+    "Precision bf16-mixed is not supported by the model summary.*": UserWarning,  # its weights are float32
+    "`max_epochs` was not set. Setting it to 1000 epochs.*": PossibleUserWarning,  # a run is one
+}
+# Of no use in a run, whose Trainer is ours.
+_OF_RUN: dict[str, type[Warning]] = {
     # The last step of a run is always logged.
     "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
-    ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
     "The `srun` command is available on your system but is not used.*": PossibleUserWarning,
     "GPU available but not used.*": PossibleUserWarning,  # trainer=cpu
     ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
@@ -147,9 +154,9 @@ def detach_logging(trainer: pl.Trainer) -> None:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def ignore_warnings() -> None:
-    """Hide warnings of Lightning that are no fault here, by their texts and categories."""
-    for message, category in _WARNINGS.items():
+def ignore_warnings(whole_run: bool) -> None:
+    """Hide warnings of Lightning that are no fault here, by their texts. `whole_run`: the Trainer is ours, too."""
+    for message, category in (_WRONG | (_OF_RUN if whole_run else {})).items():
         warnings.filterwarnings("ignore", message=message, category=category)
 
 

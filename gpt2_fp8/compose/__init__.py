@@ -135,7 +135,8 @@ def to_run_config(cfg: DictConfig, typed: Container[str] = (), own: Path | None 
     config, found = parsing.build(RunConfig, OmegaConf.to_container(cfg, resolve=True))
     if config is None:
         raise UserError(found)
-    before, config = config, run_length.fit_schedule(config, typed)
+    before = run_length.fit_length(config, typed)
+    config = run_length.fit_schedule(before, typed)
     config = jobs.fit_processes(config, ranks.current(), typed)
     if ranks.is_first_rank():
         for text in run_length.describe_schedule(before.optim, config):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Program(NamedTuple):
     command: str  # as it is typed
     schema: type  # has its keys
     flags: tuple[str, ...] | None = None  # the flags of Hydra's that it takes, by argparse's name; None: all
+    folder: str | None = None  # the key that a folder typed without one sets
 
 
 MAY_BE_NULL = ("experiment", "debug")
@@ -73,9 +75,10 @@ def read(argv: list[str], program: Program = RUN) -> CommandLine:
     except UserError as error:
         return CommandLine(problems=error.problems)
     words = [*args.overrides, *(word for word in left if not word.startswith("-"))]
-    overrides, problems = parse(_spell(words, program.schema))
+    several: list[Problem] = []
+    overrides, problems = parse(_spell(_name_folder(words, program.folder, several), program.schema))
     given = hydra_private.given_flags(parser, args)
-    problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *problems]
+    problems = [*(_no_flag(word, program) for word in left if word.startswith("-")), *several, *problems]
     for name, flag in given.items():
         if program.flags is not None and name not in program.flags:
             problems.append(Problem(f"{flag} is a flag of {RUN.command} alone"))
@@ -134,6 +137,21 @@ def _spell(words: list[str], schema: type) -> list[str]:
         else:
             said.append(f"{word[1:]}=none" if word.startswith("~") and word[1:] in _WITH_NONE else word)
     return said
+
+
+def _name_folder(words: list[str], key: str | None, problems: list[Problem]) -> list[str]:
+    """Return the words with `key=` in front of a folder that was typed alone; a second one is added to `problems`."""
+    if key is None:
+        return words
+    alone = [word for word in words if "=" not in word and not word.startswith("~")]
+    alone += [word for word in words if "/" in word.partition("=")[0] and os.path.isdir(word)]  # a job of a sweep
+    words = [shown.format_override(key, word) if word in alone else word for word in words]
+    named = [word for word in words if word.startswith(f"{key}=")]
+    if not alone or len(named) == 1:
+        return words
+    told = ", ".join(shown.shorten(word, 200) for word in named)
+    problems.append(Problem(f"{told}: it takes one", "one FOLDER; all else is KEY=VALUE"))
+    return [word for word in words if word not in named[1:]]
 
 
 def _as_text(word: str) -> str:

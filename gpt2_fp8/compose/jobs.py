@@ -156,7 +156,7 @@ class _Job:
         if config is None:
             return None, found
         place = ranks.current()
-        config = run_length.fit_schedule(config, self.typed)
+        config = run_length.fit_schedule(run_length.fit_length(config, self.typed), self.typed)
         across = list(check_processes(config, place, self.typed, self.number is None))
         config = fit_processes(config, place, self.typed)
         across += checks.check(config, but_paths=self.purpose.shown)
@@ -256,7 +256,7 @@ def fit_processes(config: RunConfig, place: Ranks, typed: Container[str]) -> Run
         strategy = "ddp" if place.several and asked == "auto" else asked
         options = replace(config.trainer, devices=place.local_world_size, num_nodes=place.nodes, strategy=strategy)
         config = replace(config, trainer=options)
-    return run_length.fit_micro_batch(config, run_length.known_ranks(config), typed, alone=place.launcher is None)
+    return run_length.fit_micro_batch(config, run_length.known_ranks(config), typed)
 
 
 def continue_from(config: RunConfig, folder: Path) -> RunConfig:

@@ -88,6 +88,8 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
     if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"
         yield problem(config, "trainer.fast_dev_run ckpt_path", reason)
+    if trainer.fast_dev_run and trainer.profiler is not None:
+        yield problem(config, "trainer.fast_dev_run trainer.profiler", "a single step writes nothing")
 
 
 def _check_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ TextTokens = Annotated[int, Range(1, 10**6)]
 class GenerateConfig:
     """What `generate` writes, and how."""
 
-    ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's"] = None
+    ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's; also typed without its key"] = None
     checkpoint: Annotated[Which, "of a run: its last checkpoint, or the one of the lowest validation loss"] = "last"
     prompt: Annotated[list[str], "a beginning, taken as typed; type it again for several"] = field(default_factory=list)
     prompts: Annotated[str | None, "a file of beginnings: a line each, or .jsonl"] = None
@@ -50,7 +50,7 @@ class GenerateConfig:
 class EvaluateConfig:
     """The keys of `evaluate` itself."""
 
-    ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's"] = None
+    ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's; also typed without its key"] = None
     checkpoint: Annotated[Which, "of a run: its last checkpoint, or the one of the lowest validation loss"] = "last"
     ranking: Annotated[str | None, "also rank endings: a file of HellaSwag's form, JSON lines"] = None
     out: Annotated[str | None, "a file for the results, as JSON"] = None

@@ -1,5 +1,6 @@
 """How long a run is, and each rank's share of a step. A run's limits come to optimizer steps; the least of them holds.
 
+Limits that were typed replace those of a group's file.
 `max_tokens` is a budget: the run ends at the last step that stays within it (floor). `max_epochs` is a goal: the run
 ends at the first step by which so many passes' tokens were used (ceil). `max_time` gives no steps. It only stops.
 """
@@ -11,12 +12,14 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpt2_fp8.config.data_schema import FileOrHubData, HubData, MixtureData
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
+_LIMITS = ("max_steps", "max_tokens", "max_epochs")
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
 
 
@@ -88,6 +91,15 @@ def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
     return replace(config, trainer=replace(config.trainer, max_steps=last_step(config, tokens_a_pass)))
 
 
+def fit_length(config: RunConfig, typed: Container[str]) -> RunConfig:
+    """Drop the limits of a group's file where another one is `typed`."""
+    given = [name for name in _LIMITS if getattr(config.trainer, name) is not None]
+    of_groups: dict[str, Any] = {name: None for name in given if f"trainer.{name}" not in typed}
+    if len(of_groups) == len(given):
+        return config
+    return replace(config, trainer=replace(config.trainer, **of_groups))
+
+
 def fit_schedule(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
     """Fit warm-up and decay, which a group's file means for its own number of steps, to the run unless `typed`."""
     known, optim = limits(config, tokens_a_pass), config.optim
@@ -109,10 +121,10 @@ def describe_schedule(before: OptimConfig, config: RunConfig) -> Iterator[str]:
             yield f"{what:<10} {now:,} steps instead of {was:,}, which do not fit the run; optim.{key}=NUMBER sets them"
 
 
-def fit_micro_batch(config: RunConfig, world_size: int, typed: Container[str], alone: bool = True) -> RunConfig:
-    """Lower the micro-batch to a divisor of a rank's share, unless it is `typed`, or there is one rank, `alone`."""
+def fit_micro_batch(config: RunConfig, world_size: int, typed: Container[str]) -> RunConfig:
+    """Lower the micro-batch to a divisor of a rank's share, unless it is `typed`."""
     micro, whole = config.micro_batch_size, config.global_batch_size
-    if micro == "auto" or (alone and world_size == 1) or whole % world_size or "micro_batch_size" in typed:
+    if micro == "auto" or whole % world_size or "micro_batch_size" in typed:
         return config
     fits = largest_divisor(whole // world_size, micro)
     return config if fits == micro else replace(config, micro_batch_size=fits)

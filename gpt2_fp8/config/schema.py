@@ -188,7 +188,7 @@ class TrainerConfig:
     reshard: bool | None = None  # fsdp: free a block's gathered weights between its forward and its backward
     gather: Literal["bfloat16", "float32"] | None = None  # fsdp: what weights are gathered in; they stay float32
     max_restarts: Annotated[int, Range(0, 10**3)] = 0  # how often a rank that fails or is killed starts all ranks again
-    max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
+    max_steps: Count | None  # the shortest limit holds, of those typed if any is; null: another one gives the steps
     max_tokens: Count | None = None  # the last step within it is the last
     max_epochs: Annotated[int, Range(1, 10**5)] | None = None  # passes over the training text, counted first
     max_time: str | None = None  # of training, over all resumes, as DD:HH:MM:SS; it stops, and changes no learning rate
@@ -197,6 +197,7 @@ class TrainerConfig:
     deterministic: bool  # refuse kernels whose result depends on the order of execution
     fast_dev_run: bool  # one step, one validation batch, nothing written but the summary
     overfit_batches: Annotated[int, Range(0, 10**4)]  # repeat the first N steps' data for ever; 0: off
+    # in the run's folder; pytorch: kernels and a trace of five steps; simple: times of Lightning's hooks
     profiler: Literal["simple", "pytorch"] | None
 
 
@@ -272,7 +273,8 @@ class RunConfig:
     document_mask: bool = False  # tokens attend within their document alone; not in the fused layers
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks
     global_batch_size: Sequences  # sequences per optimizer step, over all GPUs
-    micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
+    # sequences per GPU and forward pass, lowered to a divisor if not typed; auto: all that fit
+    micro_batch_size: Sequences | Literal["auto"]
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | RegisteredRecipe | AutoRecipe

@@ -41,17 +41,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared. The base is the first side."""
+    """What is compared."""
 
-    sides: list[Side]
+    sides: list[Side]  # by the loss at the end, best first
+    base: Side  # what the others are compared with, one of them
     tokens: float  # that all runs have
     width: float  # tokens of the window of a mean training loss: no run logs a wider interval
     validated: Array  # tokens at which all runs have validated
-
-    @property
-    def base(self) -> Side:
-        """What the others are compared with."""
-        return self.sides[0]
 
 
 def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
@@ -68,7 +64,9 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     tokens = min(float(run.curve.tokens[-1]) for run in every)
     width = min(tokens, max(WINDOW * tokens, *(run.curve.interval for run in every)))
     checked = set.intersection(*({float(at) for at in run.curve.validations[0] if at <= tokens} for run in every))
-    return Comparison(sides, tokens, width, np.array(sorted(checked)))
+    found = Comparison(sides, sides[0], tokens, width, np.array(sorted(checked)))
+    sides.sort(key=lambda side: np.nan_to_num(next(losses(side, found)).get("mean", math.nan), nan=math.inf))
+    return found
 
 
 def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
     return {
         "tokens": found.tokens,
         "runs": [describe_runs(side) for side in sides],
-        "verdict": [verdict(side, found) for side in sides[1:] if side.condition.fp8],
+        "verdict": [verdict(side, found) for side in sides if side.condition.fp8 and side is not found.base],
         "losses": [row for side in sides for row in losses(side, found)],
         "equal_loss": [row for side in sides for row in equal_loss(side, found)],
         "throughput": [throughput(side, found) for side in sides],

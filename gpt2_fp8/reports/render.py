@@ -37,6 +37,7 @@ _FORMS = {key: form for form, keys in {
     ".3f": ("tokens_ratio", "tokens_error", "seconds_ratio", "seconds_error"),
 }.items() for key in keys}  # fmt: skip
 _MOST = 10  # conditions: the colours of one cycle
+_KEPT = ("condition", "loss")  # columns that each part of a wide table has
 _POINTS = 200  # of a curve
 # Of lines that coincide, the one below shows through the gaps of the next.
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 4)), (0, (2, 4)), (0, (6, 2, 1, 2)))
@@ -61,8 +62,8 @@ $body
 """)
 
 
-def write(folder: Path, found: Comparison, figures: dict[str, Any]) -> str:
-    """Write the files into `folder`, and return the Markdown. Raises OSError."""
+def write(folder: Path, found: Comparison, figures: dict[str, Any], widest: int | None = None) -> str:
+    """Write the files into `folder`; return the Markdown, with tables of `widest` columns at most. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     text, picture = _markdown(found, figures), _draw(found)
     body, linked = MarkdownIt("commonmark", {"html": False}).enable("table").render(text), text
@@ -72,19 +73,42 @@ def write(folder: Path, found: Comparison, figures: dict[str, Any]) -> str:
         linked = f"{text}\n![{_TITLE}]({FILES[2]})\n"
     durable.write_text(folder / FILES[0], linked)
     durable.write_text(folder / FILES[1], _PAGE.substitute(title=_TITLE, body=body))
-    return linked
+    return linked if widest is None else _markdown(found, figures, widest)
 
 
-def _markdown(found: Comparison, figures: dict[str, Any]) -> str:
+def _markdown(found: Comparison, figures: dict[str, Any], widest: int | None = None) -> str:
     of = {"base": found.base.condition.name, "tokens": found.tokens, "width": found.width}
     parts = [f"# {_TITLE}"]
     for key, (title, about) in _SECTIONS.items():
         if figures[key]:
-            parts += [f"## {title}", inert(about.format(**of), 1000), table(list(map(_format, figures[key])))]
+            parts += [f"## {title}", inert(about.format(**of), 1000)]
+            rows = list(map(_format, figures[key]))
+            parts.append(table(rows) if widest is None else _fit(rows, widest))
     if figures["notes"]:
         mark = "- " if len(figures["notes"]) > 1 else ""
         parts += ["## Notes", "\n".join(f"{mark}{inert(note, 1000)}" for note in figures["notes"])]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _fit(rows: list[Row], widest: int) -> str:
+    """Return rows as one table below the other, of at most `widest` columns; a long cell loses its middle."""
+    rows = [{title: _cut(cell, 26 if title in _KEPT else 64) for title, cell in row.items()} for row in rows]
+    titles = list(dict.fromkeys(title for row in rows for title, cell in row.items() if cell))
+    kept = [title for title in titles if title in _KEPT]
+
+    def show(others: list[str]) -> str:
+        return table([{title: row.get(title, "") for title in [*kept, *others]} for row in rows])
+
+    parts: list[list[str]] = [[]]
+    for title in titles[len(kept) :]:
+        if parts[-1] and show([*parts[-1], title]).find("\n") > widest:
+            parts.append([])
+        parts[-1].append(title)
+    return "\n\n".join(map(show, parts))
+
+
+def _cut(cell: str, most: int) -> str:
+    return cell if len(cell) <= most else f"{cell[: most - 13]}...{cell[-10:]}"
 
 
 def _format(row: Row) -> Row:
@@ -102,7 +126,8 @@ def _draw(found: Comparison) -> bytes | None:
     figure = Figure(figsize=(15.0, 4.5), layout="constrained")
     training, distance, validation = axes = figure.subplots(1, 3)
     _, base, _ = mean_curve(found.base, found, _POINTS)
-    for place, side in enumerate([side for side in found.sides if not side.why_not][:_MOST]):
+    others = [side for side in found.sides if not side.why_not and side is not found.base]
+    for place, side in enumerate([found.base, *others][:_MOST]):
         style = {"color": f"C{place}", "linestyle": _DASHES[place % len(_DASHES)], "zorder": 2 + place / 10}
         at, mean, deviation = mean_curve(side, found, _POINTS)
         bands = ((training, mean, deviation), (distance, 100 * (mean / base - 1), 100 * deviation / base))

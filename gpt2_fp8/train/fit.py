@@ -19,6 +19,7 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
+from gpt2_fp8.callbacks.profiler import Profiler
 from gpt2_fp8.callbacks.progress import LogLine, ProgressBar, Samples
 from gpt2_fp8.callbacks.throughput import Throughput, peak_gb
 from gpt2_fp8.checkpoint import pointers
@@ -174,6 +175,8 @@ class Training:
         callbacks.append(SameRun(config, read_versions() | _versions(plan), kernels, folder))
         callbacks += [*self._choose(throughput), RunLabels(config, self.end.words), self.divergence]
         callbacks += [] if trial else [self.checkpointing, stop]
+        if config.trainer.profiler == "pytorch" and ranks.is_first_rank():
+            callbacks.append(Profiler(folder))
         loggers = [] if trial else build_loggers(config, folder, resume_step, self.end.in_sweep)
         trainer = build_trainer(config, plan, folder, callbacks, loggers)
         return Parts(trainer, module, data, throughput)

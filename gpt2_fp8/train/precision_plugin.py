@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
@@ -83,6 +84,7 @@ class FP8Precision(MixedPrecision):
     @staticmethod
     def from_config(config: RunConfig) -> RunPrecision:
         """Build the plugin of a run's `GPT2Module`. Raises UserError if this machine cannot, and may not fall back."""
+        lightning_private.ignore_warnings(whole_run=False)  # before the Trainer is built, which has some
         return RunPrecision(resolve(config, devices.device(config)))
 
     @override

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -79,7 +80,7 @@ def build_trainer(
         log_every_n_steps=options.log_every_n_steps,
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
-        profiler=options.profiler,
+        profiler=SimpleProfiler(folder, "profile") if options.profiler == "simple" else None,
         plugins=[RunPrecision(plan), FolderCheckpointIO(), environment],
         callbacks=callbacks,
         logger=loggers,
@@ -263,7 +264,6 @@ def quiet_logs() -> None:
                 handler.addFilter(logging.Filter("gpt2_fp8"))
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
-    lightning_private.ignore_warnings()
+    lightning_private.ignore_warnings(whole_run=True)
     for message, category in _USELESS.items():
         warnings.filterwarnings("ignore", message=message, category=category)

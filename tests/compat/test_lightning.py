@@ -107,7 +107,7 @@ def test_the_hooks_of_a_step_come_in_this_order(tmp_path):
 
 
 def test_warnings_of_a_loader_of_ours_are_hidden(tmp_path, recwarn):
-    lightning_private.ignore_warnings()
+    lightning_private.ignore_warnings(whole_run=True)
     fit(trainer(tmp_path), Module())
     shown = "\n".join(str(warning.message) for warning in recwarn)
     assert "does not have many workers" not in shown

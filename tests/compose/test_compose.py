@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from gpt2_fp8.compose import conf_dir, help_text, look_only, preflight, read, to_run_config
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import value_of
 
@@ -33,7 +34,7 @@ def run_by_hydra(monkeypatch, *argv):
     seen = []
     monkeypatch.setattr(sys, "argv", ["run", *argv])
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
-        lambda cfg: seen.append(to_run_config(cfg))
+        lambda cfg: seen.append(to_run_config(cfg, own_words.keys(argv)))
     )()
     return seen
 
@@ -41,6 +42,7 @@ def run_by_hydra(monkeypatch, *argv):
 SAME = [
     ["run_name=x", "optim.lr=1e-3", "data.cache_dir=c", "precision.keep_bf16=[head,blocks.0]", "++seed=3"],
     ["run_name=x", "model=gpt2", "optim=tiny", "experiment=fineweb_edu_fp8", "debug=profiler", "trainer=cpu"],
+    ["run_name=x", "trainer.max_epochs=2", "global_batch_size=4"],
     ["run_name=x", "experiment=tinyshakespeare_fp8", "optim.lr=${optim.min_lr_ratio}"],
     ["-m", "run_name=x", "model=tiny,gpt2", "optim.lr=range(0.1,0.3,0.1)"],
     ["-m", "run_name=x", "experiment=glob(tiny*)", "precision.keep_bf16=[head],[]"],

@@ -33,6 +33,7 @@ trainer.max_steps=null -> trainer.max_steps
 data=fineweb trainer.max_epochs=1 -> trainer.max_epochs
 run_name=x ckpt_path=last debug=fdr -> trainer.fast_dev_run
 trainer.max_epochs=1 debug=overfit -> trainer.max_epochs
+debug=[fdr,profiler] -> trainer.profiler
 callbacks.keep_epochs=true -> callbacks.keep_epochs
 trainer.max_time=12h -> trainer.max_time
 data.tokenizer=gpt2 model.vocab_size=50000 -> model.vocab_size

@@ -6,6 +6,7 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import run_length
+from gpt2_fp8.config.errors import UserError
 
 STEP = 16 * 256  # tokens of a step of model=tiny
 
@@ -75,7 +76,7 @@ def test_what_is_counted_late_is_checked_late(tiny):
     ("whole", "micro", "processes", "expected"),
     [
         (16, 16, 1, 16), (16, 16, 2, 8), (16, 16, 4, 4), (16, 4, 4, 4), (24, 8, 2, 6), (16, 16, 3, 16),
-        (512, 64, 16, 32), (16, "auto", 4, "auto"), (7, 7, 7, 1),
+        (4, 16, 1, 4), (24, 16, 1, 12), (512, 64, 16, 32), (16, "auto", 4, "auto"), (7, 7, 7, 1),
     ],
 )  # fmt: skip
 def test_it_divides_the_share(whole, micro, processes, expected):
@@ -89,3 +90,23 @@ def test_it_divides_the_share(whole, micro, processes, expected):
 def test_what_was_typed_is_kept():
     (config,) = preflight(["trainer=cpu"])
     assert run_length.fit_micro_batch(config, 4, {"micro_batch_size"}) is config
+    with pytest.raises(UserError, match="a step of 4 sequences does not divide into forward passes of 16"):
+        preflight(["global_batch_size=4", "micro_batch_size=16"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (300, None, None)),
+        (["trainer.max_epochs=2"], (None, None, 2)),
+        (["trainer.max_tokens=100000"], (None, 100000, None)),
+        (["trainer.max_epochs=2", "trainer.max_steps=7"], (7, None, 2)),
+        (["trainer.max_epochs=2", "trainer.max_steps=null"], (None, None, 2)),
+        (["debug=profiler"], (20, None, None)),
+        (["debug=profiler", "++trainer.max_tokens=100000"], (None, 100000, None)),
+        (["trainer.max_time=00:01:00:00"], (300, None, None)),
+    ],
+)
+def test_a_typed_limit_replaces_those_of_groups(words, expected):
+    (config,) = preflight(["trainer=cpu", *words])
+    assert (config.trainer.max_steps, config.trainer.max_tokens, config.trainer.max_epochs) == expected

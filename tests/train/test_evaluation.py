@@ -58,7 +58,7 @@ def test_the_loss_is_the_runs_own_to_the_last_bit(run: Path, capsys: Any) -> Non
     assert (found["tokens"], found["sequences"], found["precision"]) == (8 * 32, 8, "fp32")
     assert found["perplexity"] == math.exp(found["loss"])
     assert f"{found['loss']:.6f}" in capsys.readouterr().out
-    best = evaluated(f"ckpt_path={run}", "checkpoint=best")
+    best = evaluated(str(run), "checkpoint=best")
     assert best["loss"] == summary(run)["best_val_loss"]
     many = evaluated(f"ckpt_path={run}", "data.val_sequences=400")  # with ids that end documents and have no bytes
     assert 0 < many["tokens"] - many["bytes"] < many["tokens"] / 100

@@ -1,6 +1,9 @@
 """Whole runs: what they leave behind, and that a run continued is the run uninterrupted."""
 
+import gzip
+import json
 import logging
+import re
 import shlex
 
 import pytest
@@ -38,6 +41,24 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
     assert list(folder.glob("tensorboard/events.out.*"))
     assert "instead of fp8_hybrid" in caplog.text
     assert "sample at step 12" in caplog.text
+
+
+@pytest.mark.parametrize(("steps", "recorded"), [(12, 5), (1, 1)])
+def test_a_profile_is_written_and_changes_no_number(tmp_path, caplog, steps, recorded):
+    caplog.set_level(logging.INFO)
+    words = [f"trainer.max_steps={steps}", "trainer.val_check_interval=12", "optim.warmup_steps=0"]
+    loss = train(tmp_path / "profiled", *words, "trainer.profiler=pytorch")
+    table = (tmp_path / "profiled/profile.txt").read_text()
+    counts = {line.split()[0]: int(line.split()[-1]) for line in table.splitlines() if re.search(r"%.* \d+ *$", line)}
+    assert (counts["ProfilerStep*"], counts["aten::addmm"]) == (recorded, recorded * 2 * 4), "two micro-batches"
+    trace = json.loads(gzip.decompress((tmp_path / "profiled/trace.json.gz").read_bytes()))
+    assert "aten::addmm" in {event.get("name") for event in trace["traceEvents"]}
+    assert sum(record.message.startswith("profile ") for record in caplog.records) == 11
+    if steps == 12:
+        assert loss == train(tmp_path / "hooks", *words, "trainer.profiler=simple")
+        assert "run_training_batch" in next((tmp_path / "hooks").glob("*profile*.txt")).read_text()
+        train(tmp_path / "plain", *words)
+        assert metrics(tmp_path / "plain")["train_loss"] == metrics(tmp_path / "profiled")["train_loss"]
 
 
 def test_init_from_takes_weights_alone(tmp_path, monkeypatch):

@@ -80,6 +80,15 @@ def test_each_text_is_as_alone(gpt2: str, tmp_path: Path) -> None:
     assert not {row["text"] for row in rows} & {row["text"] for row in other}
 
 
+def test_a_folder_alone_is_the_model(gpt2: str, tmp_path: Path) -> None:
+    """Also one with what a sweep puts into names."""
+    folder = tmp_path / "sweep/seed=1,lr=2"
+    folder.parent.mkdir()
+    folder.symlink_to(gpt2.removeprefix("ckpt_path="))
+    rows = [written(tmp_path / "out", *words, "tokens=5") for words in ([gpt2], ["tokens=5", str(folder)])]
+    assert [row["text"] for row in rows[0]] == [row["text"] for row in rows[1]]
+
+
 def test_a_text_ends_with_its_document(gpt2: str, tmp_path: Path) -> None:
     """Of 400 texts that are drawn almost evenly from 257 ids, some end."""
     words = [gpt2, "tokens=20", "samples=400", "temperature=50", "top_k=null", "batch_size=400"]
@@ -113,7 +122,7 @@ REFUSED = [
     "MODEL prompt=a prompts=lines", "MODEL prompts=nothing", "MODEL prompts=bad.jsonl", "MODEL tokens=70",
     "MODEL temperature=nan", "MODEL temperature=0 samples=2", "MODEL top_p=1.5", "MODEL samples=1,2",
     "MODEL tempratur=1", "MODEL -m", "MODEL out=lines prompts=lines", "MODEL out=a_file/x", "MODEL tokenizer=gpt2",
-    "MODEL precision=fp8_hybrid",
+    "MODEL precision=fp8_hybrid", "MODEL empty", "MODEL ckpt_path=empty/../fresh", "fresh empty",
 ]  # fmt: skip
 
 

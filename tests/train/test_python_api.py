@@ -1,6 +1,7 @@
 """A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
 
 import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,7 +273,9 @@ def test_a_data_module_of_an_earlier_fit_begins_again(config, whole, tmp_path):
     assert same(module, whole.module)
 
 
-def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
+def test_the_code_of_the_document_runs(tmp_path, monkeypatch, recwarn):
+    """And Lightning contradicts it nowhere: what it still warns of is this machine's, or the folder's, and right."""
+    warnings.simplefilter("always")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 7
@@ -288,3 +291,6 @@ def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
         exec(compile(block, str(DOCUMENT), "exec"), names)
     assert names["logits"].shape == (8, 128, 257)
     assert names["trainer"].global_step == 8
+    right = "The `srun` command", "GPU available", "`isinstance(treespec, LeafSpec)`", "Checkpoint directory"
+    of_lightning = [str(warning.message) for warning in recwarn if "lightning" in warning.filename]
+    assert [text for text in of_lightning if not text.startswith(right)] == []
