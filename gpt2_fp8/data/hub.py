@@ -22,6 +22,7 @@ from typing import Any
 
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
+from gpt2_fp8.config.text_files import kind_of
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.formats import TextFile
 from gpt2_fp8.data.reader import with_retries, write_whole
@@ -108,7 +109,7 @@ class HubSource:
             group = unit.start - starts[at]
             file = self._file(listing.commit, paths[at])
             with formats.content_errors(file.name):
-                if formats.kind_of(file.name):
+                if _is_read_here(file.name):
                     yield from formats.read_file(file, range(group, group + 1), self.text_column, counts)
                 else:
                     yield from self._read_by_datasets(file, paths[at])
@@ -151,10 +152,9 @@ class HubSource:
         """Return the number of units of each file. Raises UserError if the first, or a parquet file, has no text."""
         found = []
         for path in paths:
-            file, kind = self._file(commit, path), formats.kind_of(path)
-            is_parquet = kind == ("parquet", "")
+            file, is_parquet = self._file(commit, path), kind_of(path) == ("parquet", "")
             with formats.content_errors(file.name):
-                if kind is not None and (is_parquet or path is paths[0]):
+                if _is_read_here(path) and (is_parquet or path is paths[0]):
                     formats.check_column(file, self.text_column)
                 elif path is paths[0]:
                     next(self._read_by_datasets(file, path), None)
@@ -185,7 +185,7 @@ class HubSource:
     def _file(self, commit: str, path: str) -> TextFile:
         """Return a file of the hub. Parquet is fetched in the ranges that are read, others in blocks."""
         hub, where = self._connect(), f"datasets/{self.repo}@{commit}/{path}"
-        by_range = {"cache_type": "none"} if formats.kind_of(path) == ("parquet", "") else {"block_size": BLOCK_BYTES}
+        by_range = {"cache_type": "none"} if kind_of(path) == ("parquet", "") else {"block_size": BLOCK_BYTES}
 
         def opened() -> Any:
             file = hub.open(where, "rb", **by_range)
@@ -221,6 +221,12 @@ class HubSource:
                 raise
             message = printable(" ".join(str(error).split()))[:300]
             raise UserError.of(f"the hub refuses {self.repo} at {self.revision}: {message}", remedy) from error
+
+
+def _is_read_here(path: str) -> bool:
+    """Return whether a file is read as a local one is, and not by `datasets`."""
+    kind = kind_of(path)
+    return kind is not None and kind[0] in ("parquet", "jsonl", "json")
 
 
 def _find_remedy(error: BaseException) -> str | None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
 from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import build_reader
-from gpt2_fp8.data.token_stream import TokenStream, check_trainable
+from gpt2_fp8.data.sources import SourceStream
+from gpt2_fp8.data.token_stream import TokenStream, find_text
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
 from gpt2_fp8.data.workers import ProgressLog, UnitPool
@@ -102,16 +102,15 @@ class Preparation:
 def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
     """Count the tokens of the training text that `config` names: it reads all of it. Raises as `TokenStream` does."""
     assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
-    reader = build_reader(config, load_tokenizer(config.tokenizer))
-    source, pool = reader.source, UnitPool(Readers({"": reader}, plugins), config.num_workers)
+
+    def open_pool(streams: list[SourceStream]) -> UnitPool:
+        return UnitPool(Readers({stream.name: stream.reader for stream in streams}, plugins), config.num_workers)
+
+    (stream,), pool, _ = find_text(config, load_tokenizer(config.tokenizer), n_positions, open_pool)
+    source, units = stream.reader.source, stream.corpus.train
     try:
-        units = source.corpus().train
         if isinstance(source, TokenFilesSource):
-            tokens = sum(map(source.count, units))
-        else:
-            tokens = sum(len(read.tokens) for read in pool.read(units, "counting the tokens of an epoch, units"))
-        if tokens <= n_positions:
-            check_trainable(units, pool, n_positions)  # raises
-        return tokens
+            return sum(map(source.count, units))
+        return sum(len(read.tokens) for read in pool.read(units, "counting the tokens of an epoch, units"))
     finally:
         pool.close()
