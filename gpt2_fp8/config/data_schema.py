@@ -71,8 +71,8 @@ class HubData(TextData):
     kind: Literal["hub"]
     repo: str
     revision: str  # best a commit hash; a branch is resolved at the start, and a resume is held to that commit
-    train_files: list[str]  # paths or globs inside the repository
-    val_files: list[str]  # held out: never trained on, even where train_files matches them too
+    train_files: list[str]  # paths or globs inside the repository; empty: its split `train`
+    val_files: list[str]  # never trained on; without any, and without train_files, its split `validation` or `test`
     text_column: str
 
 

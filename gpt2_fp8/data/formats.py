@@ -174,7 +174,10 @@ def read_file(
         elif kind in ("csv", "tsv"):
             csv.field_size_limit(MAX_CELL)
             lines = io.TextIOWrapper(text, "utf-8-sig", errors="surrogateescape", newline="")
-            rows = itertools.islice(csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ","), most)
+            table = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
+            if column not in (table.fieldnames or ()):
+                raise file.no_column(column, list(table.fieldnames or ()))
+            rows = itertools.islice(table, most)
         else:
             rows = itertools.islice(text, most)
         yield from read_json(rows, column, counts, file)

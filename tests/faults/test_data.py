@@ -118,7 +118,7 @@ def test_63_no_text_to_validate_on_is_refused(tmp_path: Path) -> None:
         told = refusal(files_config(path, val_sequences=4, **changes))
         assert "the validation text is too short: 0 tokens" in told
         assert "data.val_sequences=0" in told
-    assert "file does not exist" in refusal(files_config(path, val_files=["gone.jsonl"], val_sequences=4))
+    assert "gone.jsonl is no file" in refusal(files_config(path, val_files=["gone.jsonl"], val_sequences=4))
     assert module(files_config(path)).val_dataloader() == []  # none was wanted
 
 
