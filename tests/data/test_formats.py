@@ -19,6 +19,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.preparation import tokens_a_pass
+from gpt2_fp8.data.units import Unit
 from tests.data.corpora import files_config, module, write_jsonl
 from tests.data.test_files import read
 from tests.runs import SMALL, forked
@@ -44,7 +45,8 @@ def arrow(new: Callable[..., pa.RecordBatchWriter]) -> bytes:
 
 
 KINDS = {
-    "a.json": json.dumps(ROWS, indent=1).encode(), "b.json": LINES, "a.ndjson": LINES, "a.JSONL.gz": gzip.compress(LINES),
+    "a.json": json.dumps(ROWS, indent=1).encode(), "b.json": LINES, "a.ndjson": LINES,
+    "a.JSONL.gz": gzip.compress(LINES),
     "a.jsonl.zstd": pa.Codec("zstd").compress(LINES, asbytes=True), "a.json.bz2": bz2.compress(LINES),
     "a.csv": table(","), "a.tsv.gz": gzip.compress(table("\t")),
     "stream.arrow": arrow(pa.ipc.new_stream), "file.arrow": arrow(pa.ipc.new_file),
@@ -111,12 +113,14 @@ def test_of_a_small_file_as_much_is_held_out_as_a_validation_takes(tmp_path: Pat
     (tmp_path / "a.txt").write_text("".join(texts))
     config = files_config(tmp_path / name, val_fraction=0.01, val_sequences=4)
     made = module(config, n_positions=32)
-    (text := made.text).pool.close()
-    read_units = [
-        sum(len(text.pool.take(text.pool.ask(u)).tokens) for u in side) for side in (text.corpus.train, text.corpus.val)
-    ]
-    assert 32 < read_units[1] < 0.5 * read_units[0]
-    assert tokens_a_pass(config, 32) == read_units[0], "an epoch is of what is left to train on"
+    text = made.text
+    assert text is not None
+
+    def tokens(units: list[Unit]) -> int:
+        return sum(len(text.pool.take(text.pool.ask(unit)).tokens) for unit in units)
+
+    assert 32 < tokens(text.corpus.val) < 0.5 * tokens(text.corpus.train)
+    assert tokens_a_pass(config, 32) == tokens(text.corpus.train), "an epoch is of what is left to train on"
     assert module(config, n_positions=32).identity() == made.identity()
     with pytest.raises(UserError, match="validation text is too short"):
         module(files_config(tmp_path / name, val_fraction=0.01, val_sequences=4), n_positions=1500)
@@ -149,6 +153,7 @@ def test_a_name_that_is_wrong_is_refused_before_torch(
     assert config.data.train_files == ["good.txt"]
 
 
+@pytest.mark.whole
 def test_a_runs_log_has_the_reason_of_its_refusal(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,body\n1,words\n")
     done = forked(

@@ -13,15 +13,17 @@ from tests.data.hub_runs import TEXTS, Client, parquet
 pytestmark = pytest.mark.whole
 
 CONFIGS = b"---\nconfigs:\n- config_name: one\n  data_files: a/*\n- config_name: two\n  data_files: b/*\n---\n"
-ROWS = "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS[1] * 3))
+TABLE = ("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS[1] * 3))).encode()
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[0] * 9).encode()
 REPOS = {
     "By/name": {
-        "README.md": b"# card\n", "data/validation-0.parquet": parquet(TEXTS[2]), "data/test-0.parquet": parquet(TEXTS[3]),
+        "README.md": b"# card\n",
+        "data/validation-0.parquet": parquet(TEXTS[2]), "data/test-0.parquet": parquet(TEXTS[3]),
         "data/train-0.parquet": parquet(TEXTS[0]), "data/train-1.parquet": parquet(TEXTS[1]),
     },
-    "By/table": {"README.md": b"# card\n", "train.csv": f"id,text\n{ROWS}".encode(), "test.csv": f"id,text\n{ROWS}".encode()},
+    "By/table": {"README.md": b"# card\n", "train.csv": TABLE, "test.csv": TABLE},
     "By/shards": {"README.md": b"# card\n"} | {f"{i}.parquet": parquet(TEXTS[i]) for i in range(3)},
-    "By/single": {"README.md": b"# card\n", "a.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in TEXTS[0] * 9).encode()},
+    "By/single": {"README.md": b"# card\n", "a.jsonl": LINES},
     "By/configs": {"README.md": CONFIGS, "a/x.parquet": parquet(TEXTS[0]), "b/x.parquet": parquet(TEXTS[1])},
     "By/script": {"README.md": b"# card\n", "script.py": b"import datasets\n"},
 }  # fmt: skip
