@@ -196,7 +196,10 @@ def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     It saves, logs, calls and begins from nothing; `plugins` are those of the command line alone. It evaluates in FP8 if
     words have named how: a precision, its layers, a recipe.
     """
-    trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
+    trainer = replace(
+        config.trainer, devices=1, num_nodes=1, strategy="auto", shard=None, reshard=None, gather=None,
+        fast_dev_run=False, profiler=None,
+    )  # fmt: skip
     whole, size, precision = config.global_batch_size, config.micro_batch_size, config.precision
     if "micro_batch_size" in typed and isinstance(size, int):
         whole = -(-whole // size) * size  # nobody trains on it

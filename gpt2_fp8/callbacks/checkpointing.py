@@ -93,6 +93,9 @@ class Checkpointing(Checkpoint):
         # `storage_options` is all that `save_checkpoint` passes on.
         save = partial(trainer.save_checkpoint, weights_only=False, storage_options=partial(self._write, trainer))
         with self._measure_stall():
+            if trainer.is_global_zero and hasattr(trainer.strategy, "copy_to_host"):
+                self.writer.begin_copy()
+                trainer.strategy.copy_to_host = self.writer.copy
             return self.tracker.request(step, save, trainer.strategy.broadcast)
 
     def save_now(self, trainer: Trainer) -> bool:

@@ -16,8 +16,10 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.red_flags import FP8RedFlags
 from gpt2_fp8.engine.step import StepResult
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime import ranks, signals
+from gpt2_fp8.runtime.collectives import any_rank
 from gpt2_fp8.runtime.moments import Sent
+from gpt2_fp8.runtime.sharding import is_divided
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class FP8HealthLog(pl.Callback):
     A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps, and
     after the last one in FP8. Steps that compute in bf16 have nothing to log.
 
-    All is done by rank 0. The others wait for it in the next step. A run that casts nothing to FP8 has nothing to log.
+    All is done by rank 0. The others wait for it in the next step. If the model is divided among them, they do as much,
+    with sequences of their own, and log nothing. A run that casts nothing to FP8 has nothing to log.
 
     Args:
         config: the run's.
@@ -46,6 +49,7 @@ class FP8HealthLog(pl.Callback):
         self.every_n_steps = config.trainer.log_every_n_steps
         self.interval = config.callbacks.fp8_health_every_n_steps
         self._health: FP8Health | None = None
+        self._divided = False  # the model, among ranks
         self._row = 0  # the last step that was read
         self._sent: Sent | None = None  # of the last step, until it is settled
 
@@ -56,9 +60,10 @@ class FP8HealthLog(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin anew, with the module's training step."""
         self._health = self._sent = None
-        if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
+        logs, self._divided = trainer.is_global_zero, is_divided(pl_module.model)
+        if (logs or self._divided) and pl_module.step.plan.recipe is not None:
             recipe = pl_module.step.plan.backend.recipe
-            say = partial(log.warning if self.config.callbacks.red_flags else log.debug, "%s")
+            say = partial(log.warning if self.config.callbacks.red_flags and logs else log.debug, "%s")
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, say)
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
@@ -76,7 +81,8 @@ class FP8HealthLog(pl.Callback):
         if settles:
             pl_module.step.settle()
         self._row = step
-        if self._health is None or signals.is_pending():
+        stops = signals.is_pending()
+        if self._health is None or (any_rank(stops) if self._divided and sampled else stops):
             return
         with self._only_looking(step):
             if settles:
@@ -109,7 +115,7 @@ class FP8HealthLog(pl.Callback):
             log.warning("step %d: no memory for a sampled pass (%s); fp8.csv ends here, training goes on",
                         step, self._health.failed)  # fmt: skip
             return stored
-        if self._write is not None:
+        if self._write is not None and ranks.is_first_rank():
             self._write(step, found)
         for logger in loggers:
             if write := getattr(logger, "log_fp8_tensors", None):  # loggers.EventFile

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.runtime import sharding
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +55,26 @@ def count(tensors: Sequence[Tensor]) -> Tensor:
     """Count each tensor, of any shape and floating dtype: float64 [tensors, 3 + BINS] on their device.
 
     A row holds the largest absolute value, the sum, the sum of squares, and the counts. The host does not wait. Copies
-    take 128 MiB of memory at most.
+    take 128 MiB of memory at most. Of tensors that are divided among ranks, each rank counts its part; collective then.
     """
+    own, group = [sharding.local(tensor.detach()).reshape(-1) for tensor in tensors], sharding.group_of(tensors[0])
     with _allow_counting():
-        return torch.stack([_count(tensor.detach().reshape(-1)) for tensor in tensors])
+        amaxes = torch.stack([_amax(values) for values in own])
+        if group is not None:
+            torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
+        counted = torch.stack([_count(*each) for each in zip(own, amaxes, strict=True)])
+        if group is None:
+            return counted
+        parts = counted[:, 1:].contiguous()
+        torch.distributed.all_reduce(parts, group=group)
+        return torch.cat([amaxes.double()[:, None], parts], dim=1)
 
 
-def _count(values: Tensor) -> Tensor:
-    amax = torch.linalg.vector_norm(values, math.inf)
+def _amax(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, math.inf) if values.numel() else values.new_zeros(())
+
+
+def _count(values: Tensor, amax: Tensor) -> Tensor:
     scale = torch.where(amax > 0, amax, torch.ones_like(amax)).float()
     chunks = values.split(_CHUNK)
     counts = sum(torch.histc(chunk.float() / scale, BINS, -1, 1).double() for chunk in chunks)
@@ -111,7 +124,8 @@ class Histograms(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         """Count the gradients while they are there. They have been clipped in place by now."""
-        if not trainer.is_global_zero or self._failed or not self._due(trainer.global_step + 1):
+        logs = trainer.is_global_zero or sharding.is_divided(pl_module.model)
+        if not logs or self._failed or not self._due(trainer.global_step + 1):
             return
         found = [(name, weight.grad) for name, weight in _matrices(pl_module) if weight.grad is not None]
         try:

@@ -21,7 +21,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import duration, format_count
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.generate import decode_after, generate
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime import collectives, sharding, signals
 
 log = logging.getLogger(__name__)
 
@@ -126,15 +126,20 @@ def _milliseconds(seconds: float) -> str:
 
 
 class Samples(pl.Callback):
-    """Writes `tokens` tokens after `prompt` to the run's log and to TensorBoard (`sample`), on rank 0."""
+    """Writes `tokens` tokens after `prompt` to the run's log and to TensorBoard (`sample`), on rank 0.
+
+    If the model is divided among ranks, all of them compute the tokens.
+    """
 
     def __init__(self, prompt: str, tokens: int, seed: int):
         self.prompt, self.tokens, self.seed = prompt, tokens, seed
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Draw one sample. The seed is the same each time, so that samples differ only by the model."""
-        if not trainer.is_global_zero or trainer.sanity_checking:
+        divided = sharding.is_divided(pl_module.model)
+        if not (trainer.is_global_zero or divided) or trainer.sanity_checking:
             return
+        stopped = (lambda: collectives.any_rank(signals.is_pending())) if divided else signals.is_pending
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         prompt = tokenizer.encode_ordinary(self.prompt)
         n_positions = pl_module.config.model.n_positions
@@ -142,11 +147,12 @@ class Samples(pl.Callback):
             with pl_module.step.evaluation.forwards() as model:
                 ids = generate(
                     model, prompt or [tokenizer.eot_token], self.tokens, pl_module.vocab_size, n_positions, self.seed,
-                    stopped=signals.is_pending,
+                    stopped=stopped,
                 )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            pl_module.step.exchange.give_up()
             log.warning("no sample at step %d: out of memory", trainer.global_step)
             return
         if signals.is_pending():

@@ -29,6 +29,7 @@ from gpt2_fp8.checkpoint import durable, tree
 from gpt2_fp8.checkpoint.manifest import (
     MANIFEST,
     MODEL,
+    OPTIMIZER,
     SKELETON,
     CheckpointError,
     describe,
@@ -47,6 +48,26 @@ _CALLBACKS = {"Tiers": "Checkpointing", "Fallback": "DivergenceGuard"}
 
 class _Name(str):
     """A tensor's name, distinguished from the strings of a state dict."""
+
+
+class Stored:
+    """A tensor of a checkpoint that is in its file still. It is read when it is needed, whole or some rows of it."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key = path, key
+        with safe_open(path, framework="pt") as file:
+            found = file.get_slice(key)
+            self.shape, self.dtype = torch.Size(found.get_shape()), found.get_dtype()
+
+    def is_floating_point(self) -> bool:
+        """Return what a tensor returns."""
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+    def read(self, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or some rows of it, on the CPU."""
+        with safe_open(self._path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self._key) if rows is None else file.get_slice(self._key)[rows]
+            return tensor.clone()
 
 
 def write(path: Path | str, checkpoint: dict[str, Any]) -> None:
@@ -141,10 +162,13 @@ def _ties(state_dict: Any) -> dict[str, str]:
     return {key: stored for key, name in names.items() if (stored := place(name)[1]) != key}
 
 
-def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
+def read(
+    path: Path | str, map_location: Any = None, only: Collection[str] | None = None, stored: bool = False
+) -> dict[str, Any]:
     """Return the dictionary that `write` was given, its tensors on the device `map_location` (default: the CPU).
 
-    `only`: the keys to read, as far as they are there. Every file is verified before. Raises CheckpointError.
+    `only`: the keys to read, as far as they are there. `stored`: weights and the optimizer's tensors are `Stored`.
+    Every file is verified before. Raises CheckpointError.
     """
     path = Path(path)
     verify(path)
@@ -153,7 +177,7 @@ def read(path: Path | str, map_location: Any = None, only: Collection[str] | Non
     # Lightning may pass a function or a dict, which means the CPU.
     device = str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
     try:
-        with _tensors(path, device) as load:
+        with _tensors(path, device, (MODEL, OPTIMIZER) if stored else ()) as load:
             value: dict[str, Any] = tree.unflatten(kept, load)
     except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable(path, f"its files do not fit together ({error})") from error
@@ -176,13 +200,18 @@ def _read_skeleton(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _tensors(path: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
-    """Return a function from a tensor's name to the tensor, which it reads from its memory-mapped file."""
+def _tensors(path: Path, device: str, stored: Collection[str] = ()) -> Iterator[Callable[[str], Any]]:
+    """Return a function from a tensor's name to the tensor, which it reads from its memory-mapped file.
+
+    Those of the files `stored` are left there.
+    """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
 
-        def load(name: str) -> Tensor:
+        def load(name: str) -> Any:
             file, key = place(name)
+            if file in stored:
+                return Stored(path / file, key)
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=device))
             tensor: Tensor = opened[file].get_tensor(key)

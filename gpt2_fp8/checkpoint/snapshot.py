@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import tree
+from gpt2_fp8.runtime.sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -120,19 +121,32 @@ class Snapshots:
 
     def prepare(self, value: Any) -> None:
         """Begin to lock as much memory as snapshots of `value` take, as `Pinned.reserve` does; returns at once."""
-        tensors = list({tree.memory_key(tensor): tensor for tensor in _gpu_tensors(value)}.values())
+        tensors = list({tree.memory_key(local(tensor)): tensor for tensor in _gpu_tensors(value)}.values())
         if tensors:
             self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
 
-    def take(self, value: Any) -> Any:
+    def begin(self) -> None:
+        """Begin a snapshot: the one before it is no longer needed."""
+        self._pinned.rewind()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in host memory, for a snapshot that has begun. It is there once that is taken."""
+        if not tensor.is_cuda:
+            return tensor.detach().clone()
+        return self._pinned.empty_like(tensor).copy_(tensor.detach(), non_blocking=True)
+
+    def take(self, value: Any, has_begun: bool = False) -> Any:
         """Return a copy of `value` that shares nothing with it. Its tensors are detached, contiguous and on the CPU.
 
         A tensor that occurs twice is copied once, and occurs twice in the copy. The host waits for each GPU once. What
-        a checkpoint cannot keep is refused by the later write.
+        a checkpoint cannot keep is refused by the later write. `has_begun`: tensors on the CPU are those of `copy`.
         """
-        self._pinned.rewind()
         copies: dict[tuple, Tensor] = {}
         devices: set[torch.device] = set()
+        if not has_begun:
+            self.begin()
+        elif torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
 
         def copy_tensor(tensor: Tensor) -> Tensor:
             key = tree.memory_key(tensor)
@@ -142,7 +156,7 @@ class Snapshots:
                     devices.add(source.device)
                     copies[key] = self._pinned.empty_like(source).copy_(source, non_blocking=True)
                 else:
-                    copies[key] = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    copies[key] = source.to("cpu", copy=not has_begun, memory_format=torch.contiguous_format)
             return copies[key]
 
         copied = _copy(value, copy_tensor)

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
@@ -51,6 +53,7 @@ class Writer:
         self.written: set[int] = set()  # the steps that this object has written, deleted or not
         self._is_permanent = is_permanent or (lambda step: False)
         self._snapshots = Snapshots()
+        self._has_begun = False  # the copy of a checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._said_slow = False
@@ -89,15 +92,26 @@ class Writer:
         if self.asynchronous:
             self._snapshots.prepare(state)
 
+    def begin_copy(self) -> None:
+        """Wait for the checkpoint before, and have `copy` make copies of the next one's tensors."""
+        self.wait()
+        self._snapshots.begin()
+        self._has_begun = True
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of a checkpoint that is to be saved: see `Snapshots.copy`."""
+        return self._snapshots.copy(tensor)
+
     def save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
         """Write `checkpoint`, which may change once this returns, as `pointer` says, and let `last` name it."""
-        if self.asynchronous:
+        has_begun, self._has_begun = self._has_begun, False
+        if self.asynchronous or has_begun:
             if not self._said_slow and any(not job.done() for job in self._jobs):
                 log.warning("step %d waits for the checkpoint before it: the disk is slower than the interval",
                             pointer.step)  # fmt: skip
                 self._said_slow = True
             self.wait()
-            checkpoint = self._snapshots.take(checkpoint)
+            checkpoint = self._snapshots.take(checkpoint, has_begun)
         self.outcome = self.outcome._replace(failed_step=None)  # this may be a retry of the step that failed
         self._submit(self._save, checkpoint, pointer)
 

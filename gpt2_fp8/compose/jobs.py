@@ -252,7 +252,8 @@ def _check_folders(own: str | None, jobs: Sequence[_Job]) -> Iterator[Problem]:
 def fit_processes(config: RunConfig, place: Ranks, typed: Container[str]) -> RunConfig:
     """Return the configuration with the launcher's number of processes, and a micro-batch that fits its ranks."""
     if place.launcher:
-        strategy = "ddp" if place.several else config.trainer.strategy
+        asked = config.trainer.strategy
+        strategy = "ddp" if place.several and asked == "auto" else asked
         options = replace(config.trainer, devices=place.local_world_size, num_nodes=place.nodes, strategy=strategy)
         config = replace(config, trainer=options)
     return run_length.fit_micro_batch(config, run_length.known_ranks(config), typed, alone=place.launcher is None)

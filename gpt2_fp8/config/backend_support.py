@@ -35,6 +35,7 @@ def why_not_fused(config: RunConfig) -> str | None:
     block = partly(_kept(config))
     reason = _first({
         f"they do delayed scaling alone, not recipe={recipe}": recipe not in ("delayed", "auto"),
+        "they add to whole gradients in place, and trainer=fsdp divides these": config.trainer.strategy == "fsdp",
         f"they have no dropout, and model.dropout={dropout:g}": dropout,
         "their attention has no mask, and this is document_mask=true": config.document_mask,
         f"of the penalties they have z_loss alone, and this is penalty.{only}":
@@ -129,7 +130,8 @@ def check(config: RunConfig) -> Iterator[Problem]:
         cause = f"precision.backend={name} cannot run: {reason}"
         if name == "auto":
             cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
-        yield Problem(cause, keys=_OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS))
+        near = "precision.backend=te" if name == "fused" and config.trainer.strategy == "fsdp" else ""
+        yield Problem(cause, near, _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS))
     if isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation:
         no_sums = "it is for the blocks, and precision.keep_bf16 keeps each of them in bf16"
         if reason := _why_not_only_fused(config) or (no_sums if every_block(_kept(config)) else None):
@@ -159,6 +161,7 @@ def _why_not_recorded(config: RunConfig) -> str | None:
         f"{plain} precision.backend={precision.backend}": precision.backend not in ("auto", "reference"),
         "CUDA graphs are a GPU's, and this is trainer.accelerator=cpu": config.trainer.accelerator == "cpu",
         "it is a mode of torch.compile, and this is compile=false": config.compile is False,
+        "a graph cannot gather weights, and this is trainer=fsdp": config.trainer.strategy == "fsdp",
         f"a graph may draw other numbers than an uninterrupted run, and this is model.dropout={dropout:g}": dropout,
     })  # fmt: skip
 

@@ -17,6 +17,7 @@ from gpt2_fp8.config import (
     hf_config,
     kept_layers,
     run_length,
+    sharding,
     text_files,
     tokenizer_file,
 )
@@ -49,8 +50,8 @@ def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
-    """Raise UserError if the ranks, whose number `trainer.devices=auto` tells late, cannot share a step equally."""
-    if found := list(_check_batch(config, world_size)):
+    """Raise UserError if ranks, whose number `trainer.devices=auto` tells late, cannot share a step or a model."""
+    if found := [*_check_batch(config, world_size), *sharding.check_ranks(config, world_size)]:
         raise UserError(found)
 
 
@@ -216,6 +217,7 @@ _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _without_effect,
     lambda config: _check_batch(config, run_length.known_ranks(config)),
     backend_support.check,
+    sharding.check,
     lambda config: data_schema.check_borders(config.data) if config.document_mask else iter(()),
     check_logger,
 )

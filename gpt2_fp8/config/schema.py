@@ -182,7 +182,11 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"]
     devices: Annotated[int, Range(1, 4096)] | Literal["auto"]  # per node; auto: every GPU
     num_nodes: Annotated[int, Range(1, 10**6)]
-    strategy: Literal["auto", "ddp"]
+    strategy: Literal["auto", "ddp", "fsdp"]
+    # fsdp: among how many GPUs a copy of the model is divided; all: one copy, node: one a node, N: one for each N GPUs
+    shard: Annotated[int, Range(2)] | Literal["all", "node"] | None = None
+    reshard: bool | None = None  # fsdp: free a block's gathered weights between its forward and its backward
+    gather: Literal["bfloat16", "float32"] | None = None  # fsdp: what weights are gathered in; they stay float32
     max_restarts: Annotated[int, Range(0, 10**3)] = 0  # how often a rank that fails or is killed starts all ranks again
     max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
     max_tokens: Count | None = None  # the last step within it is the last

@@ -58,11 +58,14 @@ class Attempts:
         self.plan, self.scaling = gradients.plan, gradients.scaling
         self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
         self._asked = size
-        self.training = Fitting(size, "micro_batch_size", share)
+        self.training = self._fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self.steps_in_fp8 = self.last_in_bf16 = 0
         self.ahead, self.computing, self.computing_again = True, False, False
         self.gaps = GapClock()
+
+    def _fitting(self, size: int, what: str) -> Fitting:
+        return Fitting(size, what, self._share, place=self._gradients.exchange.place)
 
     def make(self, ids: Tensor, done: int, first: bool = False, gap: Gap | None = None) -> Attempt:
         """Compute the gradients of the step after `done` steps, averaged over the ranks; `first`: of this process.
@@ -106,7 +109,7 @@ class Attempts:
         beside the CUDA graphs, their memory is freed first. With `many` it is freed in any case: none in FP8 follows.
         """
         if self._in_bf16 is None:
-            self._in_bf16 = Fitting(self.training.size, IN_BF16, self._share)
+            self._in_bf16 = self._fitting(self.training.size, IN_BF16)
         if many:
             self._in_bf16.saves = "precision.bf16_last_steps=0"
             self._gradients.release_graphs()
@@ -199,4 +202,4 @@ class Attempts:
             self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
             self.training.proven = True
             if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
-                self._in_bf16 = Fitting(in_bf16, IN_BF16, self._share)
+                self._in_bf16 = self._fitting(in_bf16, IN_BF16)

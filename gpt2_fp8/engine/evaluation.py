@@ -40,7 +40,10 @@ class Evaluation:
         if not self._gradients.plan.evaluates_in_bf16:
             self._attempts.find_scales(ids)
         if self._batch is None:  # computing blocks again saves nothing without a backward
-            self._batch = Fitting(len(ids), "the batch of a validation", len(ids), saves="", ranks=False)
+            place = self._gradients.exchange.place
+            self._batch = Fitting(
+                len(ids), "the batch of a validation", len(ids), saves="", ranks=place is not None, place=place
+            )
         if self._in_room_of_graphs:
             self._gradients.release_graphs()
 
@@ -57,6 +60,8 @@ class Evaluation:
 
     def _room(self) -> bool:
         """Free the CUDA graphs of training; return whether there were any. From then on every validation begins so."""
+        if self._gradients.exchange.place is not None:
+            self._gradients.exchange.give_up()
         if freed := self._gradients.release_graphs():
             self._in_room_of_graphs = True
             log.warning("no room for a validation beside training's CUDA graphs: they are recorded again after each")

@@ -30,12 +30,21 @@ class Exchange:
         parameters: the model's; float32.
         no_sync: the context in which a wrapper of the model leaves its gradients alone, as Lightning's DDP does.
         dtype: what the gradients are rounded to on their way, and summed in.
+
+    Attributes:
+        place: see `out_of_memory.Fitting`.
     """
+
+    place: Callable[[], object] | None = None
 
     def __init__(self, parameters: Iterable[Tensor], no_sync: NoSync = nullcontext, dtype: torch.dtype = torch.float32):
         self.parameters = list(parameters)
         self.no_sync = no_sync
         self.dtype = dtype
+
+    def part(self, last: bool) -> AbstractContextManager:
+        """Enter one micro-batch of a step, its forward and its backward."""
+        return nullcontext()
 
     def end(self) -> None:
         """Replace every gradient by its mean over the ranks, all of which have theirs. Collective.

@@ -47,7 +47,7 @@ class Health:
 
 
 class FP8Health:
-    """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one.
+    """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one, unless it is divided.
 
     Attributes:
         failed: why there are no more sampled passes; None while there are.
@@ -104,6 +104,7 @@ class FP8Health:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            self._step.exchange.give_up()
             self.failed = str(error).partition("\n")[0]
             return []
         known = {health.tensor: health for health in stored}

@@ -18,6 +18,7 @@ from gpt2_fp8.fp8.scaling import Context, FP8Scaling
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import trained_loss
 from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime.sharding import is_divided
 
 Backward = Callable[[Tensor], None]
 
@@ -49,7 +50,11 @@ class Gradients:
         self._backward = backward
         backend = plan.backend
         self._loss_of: LossOf = partial(backend.loss, model)
-        if plan.recorded:
+        if is_divided(model):
+            if backend.compiled:  # a unit is gathered between two blocks
+                for block in model.blocks:
+                    block.forward = compile_function(block.forward, backend.compile_options)
+        elif plan.recorded:
             self._loss_of = compile_with_graphs(self._loss_of)
         elif backend.compiled:
             self._loss_of = compile_function(self._loss_of, backend.compile_options)
@@ -77,7 +82,9 @@ class Gradients:
                 return self._graphed(ids.split(micro_batch_size))
             if self.plan.recorded:
                 fill_gradients(self.exchange.parameters)
-            return accumulate(ids, micro_batch_size, self.loss, self.forward_context, self._backward)
+            return accumulate(
+                ids, micro_batch_size, self.loss, self.forward_context, self._backward, self.exchange.part
+            )
 
     def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int, many: bool = False) -> Tensor:
         """Compute the same in bf16, for a step of an FP8 run. No FP8 scale or history changes.
@@ -87,7 +94,7 @@ class Gradients:
         loss_of = self._many_in_bf16() if many and self.plan.compiles_twin else self._bf16_loss
         context = partial(self.plan.backend.forward_context, fp8=False)
         with self.exchange.no_sync():
-            return accumulate(ids, micro_batch_size, loss_of, context, self._backward)
+            return accumulate(ids, micro_batch_size, loss_of, context, self._backward, self.exchange.part)
 
     def _many_in_bf16(self) -> LossOf:
         """Return `_bf16_loss` under `torch.compile`."""

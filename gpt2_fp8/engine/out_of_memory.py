@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.run_length import largest_divisor
-from gpt2_fp8.runtime.collectives import any_rank
+from gpt2_fp8.runtime.collectives import any_rank, everyones
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -55,6 +55,8 @@ class Fitting:
             again, and every sequence counts the same.
         saves: the words that save memory where a single sequence does not fit; "" if none do.
         ranks: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
+        place: returns what must be equal on all ranks where memory runs out, since `work` is collective; None: it is
+            not, and one rank may run out of memory alone.
 
     The next smaller divisor is tried each time, so that the largest that fits is found: also by a run whose size fits
     into the first step, and no longer into a later one, whose memory is in more pieces.
@@ -64,9 +66,11 @@ class Fitting:
     """
 
     def __init__(
-        self, size: int, what: str, sequences: int, saves: str = "activation_checkpointing=full", ranks: bool = True
-    ):
+        self, size: int, what: str, sequences: int, saves: str = "activation_checkpointing=full", ranks: bool = True,
+        place: Callable[[], object] | None = None,
+    ):  # fmt: skip
         self.size, self.what, self.sequences, self.saves, self.ranks = size, what, sequences, saves, ranks
+        self._place = place
         self.proven = False
 
     def __call__(
@@ -83,7 +87,8 @@ class Fitting:
         `beside`: allocates what must fit too; what it returns is held meanwhile. A GPU's cache is emptied before the
         next attempt.
 
-        Raises UserError if a single sequence does not fit; any other error of `work` unchanged.
+        Raises UserError if a single sequence does not fit, or if it was not at one `place`; any other error of `work`
+        unchanged.
         """
         while True:
             reason = ""
@@ -98,6 +103,8 @@ class Fitting:
             if not (any_rank(bool(reason)) if self.ranks else reason):
                 self.proven |= proves_size
                 return result
+            if self._place is not None:
+                self._check_together(bool(reason), self._place())
             held = result = None  # type: ignore[assignment]  # their memory is needed
             more = discard() is True
             gc.collect()
@@ -106,9 +113,22 @@ class Fitting:
             if not more:
                 self._shrink(reason or "another rank ran out of memory")
 
+    def _check_together(self, failed: bool, place: object) -> None:
+        """Raise SharedRefusal, on all ranks, if memory has not run out on all of them at one place."""
+        seen = everyones((failed, place))
+        if all(each == seen[0] for each in seen):
+            return
+        out = [rank for rank, (failed, _) in enumerate(seen) if failed]
+        where = f"on rank {', '.join(map(str, out))} alone" if len(out) < len(seen) else "at another place on each rank"
+        cause = f"out of memory {where} with {self.what}={self.size}: the others wait for its part of the model"
+        smaller = largest_divisor(self.sequences, max(1, self.size - 1))
+        remedy = f"micro_batch_size={smaller} ckpt_path=last" if smaller < self.size else self.saves
+        raise SharedRefusal([Problem(cause, remedy)])
+
     def _shrink(self, reason: str) -> None:
         if self.size == 1:
             smaller = "a smaller model, or a shorter model.n_positions"
+            smaller = smaller if self._place else f"trainer=fsdp on several GPUs, {smaller}"
             remedy = f"{self.saves}, {smaller}" if self.saves else smaller
             raise UserError.of(f"out of memory with {self.what}=1: {reason}", remedy)
         before, self.size = self.size, largest_divisor(self.sequences, self.size - 1)

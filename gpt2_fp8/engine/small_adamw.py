@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
+from gpt2_fp8.runtime.sharding import local
+from gpt2_fp8.runtime.sharding import rows as rows_of
 
 T = TypeVar("T", int, Tensor)
 _CHUNK = 1 << 18  # elements that plain torch updates at a time
@@ -100,14 +102,18 @@ class SmallAdamW(Optimizer):
         (beta1, beta2), decay = group["betas"], 1 - group["lr"] * group["weight_decay"]
         for parameter, row in zip(parameters, rows, strict=True):
             assert parameter.is_contiguous()
-            gradient, state, keys = parameter.grad.contiguous(), self.state[parameter], self._keys[parameter]
+            own, gradient, keys = local(parameter.detach()), local(parameter.grad).contiguous(), self._keys[parameter]
+            if not own.numel():  # of a model that is divided among more ranks than it has rows
+                continue
+            state = {name: local(tensor) for name, tensor in self.state[parameter].items()}
+            first = rows_of(parameter).start * (own.numel() // len(own))
             scalars = Scalars(decay, beta1, beta2, group["eps"], row)
             if on_cuda:
                 from gpt2_fp8.kernels.adamw import update
 
-                update(parameter, gradient, state, keys, scalars, skip)
+                update(own, gradient, state, keys, scalars, skip, first)
             else:
-                update_plain(parameter, gradient, state, keys, scalars)
+                update_plain(own, gradient, state, keys, scalars, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state. torch's own would make every moment float32."""
@@ -127,8 +133,10 @@ def new_moments(parameter: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: Keys, scalars: Scalars) -> None:
-    """Update one parameter and its moments in plain torch, a part at a time.
+def update_plain(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: Keys, scalars: Scalars, first: int = 0
+) -> None:
+    """Update one parameter and its moments in plain torch, a part at a time. `first`: see `kernels.adamw.update`.
 
     Each product and each sum is rounded by itself, as in `kernels.adamw`.
     """
@@ -142,7 +150,7 @@ def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], 
         root = v.double().sqrt().float()  # rounded to nearest, which float32's own root is not on every CPU
         p.mul_(scalars.decay).sub_(m / (root / scalars.row[1] + scalars.eps) * scalars.row[0])
         mean[part] = m.to(torch.bfloat16)
-        squares[part] = round_stochastically(v, random_bits(now, start, len(p), p.device))
+        squares[part] = round_stochastically(v, random_bits(now, first + start, len(p), p.device))
 
 
 def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,21 +54,24 @@ def accumulate(
     loss_of: LossOf,
     forward_context: Callable[[], AbstractContextManager],
     backward: Callable[[Tensor], None],
+    part_context: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
 ) -> Tensor:
     """Add the gradients of the mean loss over `ids` to the parameters' `.grad`, one micro-batch after the other.
 
     ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.loss`
     says. `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch. It is called
-    inside `forward_context`; `backward` is called outside of it. There is no collective here: see `engine.exchange`. In
-    a single process, a signal ends it between two passes.
+    inside `forward_context`; `backward` is called outside of it. There is no collective here: see `engine.exchange`,
+    also for `part_context`. In a single process, a signal ends it between two passes.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
-    for i, part in enumerate(ids.split(micro_batch_size)):
+    parts = ids.split(micro_batch_size)
+    for i, part in enumerate(parts):
         signals.look()
-        with forward_context():
-            loss = loss_of(part, i == 0, len(part) / len(ids))
-        signals.look()
-        backward(trained_loss(loss))
+        with part_context(i == len(parts) - 1):
+            with forward_context():
+                loss = loss_of(part, i == 0, len(part) / len(ids))
+            signals.look()
+            backward(trained_loss(loss))
         total = total + loss.detach()
     return total
 

@@ -22,6 +22,7 @@ from gpt2_fp8.engine.evaluation import Evaluation, in_mode
 from gpt2_fp8.engine.exchange import Exchange, NoSync
 from gpt2_fp8.engine.gradients import Backward, Gradients
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, state_like
+from gpt2_fp8.engine.sharded import Sharded
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.fp8.resolve import Plan
 from gpt2_fp8.fp8.scaling import Context
@@ -29,6 +30,7 @@ from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.model.loss import loss_parts
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.moments import Gap
+from gpt2_fp8.runtime.sharding import Sharding, fill
 from gpt2_fp8.runtime.signals import Interrupted
 
 COMPUTES_MEANWHILE = ["cuda"]  # devices that compute while the host goes on
@@ -58,6 +60,7 @@ class TrainingStep:
         vocab_size: the tokenizer's.
         backward, forward_context: see `Gradients`.
         no_sync: see `Exchange`.
+        sharding: how the model is divided among ranks; None: each has all of it.
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
@@ -78,12 +81,15 @@ class TrainingStep:
         backward: Backward = Tensor.backward,
         no_sync: NoSync = nullcontext,
         forward_context: Context | None = None,
+        sharding: Sharding | None = None,
     ):
         self.config, self.plan = config, plan
-        self.model = plan.backend.build(vocab_size)
+        self.model = plan.backend.build(vocab_size, sharding)
         self.scaling = plan.backend.scaling(self.model)
         reduced = torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32
         self.exchange = Exchange(self.model.parameters(), no_sync, reduced)
+        if sharding is not None:
+            self.exchange = Sharded(self.model, sharding.mesh)
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
         self.attempts = Attempts(gradients, self.share, config.micro_batch, self._memory_of_update)
@@ -99,7 +105,7 @@ class TrainingStep:
 
     def initialise(self) -> None:
         """Fill the parameters with GPT-2's initial values, by the run's seed."""
-        initialise(self.model, self.config.seed)
+        initialise(self.model, self.config.seed, fill)
 
     def prepare_optimizer(self) -> tuple[Optimizer, LambdaLR]:
         """Build the optimizer and its learning-rate schedule, for the parameters where they are now."""

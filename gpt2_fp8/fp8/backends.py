@@ -35,6 +35,7 @@ from gpt2_fp8.kernels import nvrtc, product
 from gpt2_fp8.layers import attention, emulated, reference, te
 from gpt2_fp8.layers.block import Composed, WithProducts
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
+from gpt2_fp8.runtime.sharding import Sharding
 
 SMALL_TOKENS = 65536  # tokens of the largest micro-batch for which CUDA graphs were measured, and were faster
 _KEPT = "Transformer Engine's, in bf16"
@@ -172,6 +173,12 @@ class TransformerEngine(Backend):
     def family(self) -> Composed:
         layers = te.split if backend_support.splits_mlp(self.config) else te
         return Composed(layers, self.recompute, self.kernel)
+
+    @override
+    def build(self, vocab_size: int, sharding: Sharding | None = None) -> GPT2:
+        """See `Backend`. FP8 weights are kept whole from one micro-batch to the next, which is what FSDP saves."""
+        self.keeps_weights = sharding is None
+        return super().build(vocab_size, sharding)
 
     @override
     def fp8_region(self) -> AbstractContextManager:

@@ -27,6 +27,7 @@ from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
 from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime.sharding import Sharding, is_divided, lend
 
 Device = Literal["cuda", "cpu"]
 Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
@@ -52,8 +53,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    fused_loss: ClassVar[bool] = True
-    keeps_weights: ClassVar[bool] = True
+    fused_loss: bool = True
+    keeps_weights: bool = True
     compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
@@ -111,11 +112,23 @@ class Backend(ABC):
         said = sdpa.kernels(self.kernel, *self.attention_shape, dtype, self.device, masked)
         return f"{said}, within documents" if masked else said
 
-    def build(self, vocab_size: int) -> GPT2:
-        """Build the model on torch's default device, with uninitialised parameters."""
+    def build(self, vocab_size: int, sharding: Sharding | None = None) -> GPT2:
+        """Build the model on torch's default device, with uninitialised parameters.
+
+        With `sharding` it is divided among the ranks. Each block is as soon as it is there: a GPU may not have room for
+        all of them. What runs between its units cannot be compiled with them, so the loss has its own kernel.
+        """
         separator = self._separator()
         begins = separator is not None and data_schema.begin_with_separator(self.config.data)
-        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins)
+        options = self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins
+        if sharding is None:
+            return GPT2(*options)
+        self.fused_loss = self.device == "cuda" and self.ran != "fp32"
+        model = GPT2(*options, built=sharding.divide)
+        if not model.spec.tied:
+            sharding.divide(model.head, reshard=False)  # its backward follows at once
+        sharding.divide_rest(model, model.spec.tied)
+        return model
 
     def _separator(self) -> int | None:
         """Return the id at a document's border, for attention; None without `document_mask`. Raises UserError."""
@@ -204,4 +217,6 @@ def twin_of(model: GPT2, recompute: Recompute = "none", kernel: AttentionKernel 
         place, _, last = name.rpartition(".")
         setattr(twin.get_submodule(place), last, own.pop(name))
     assert not own, "the families have the same parameters"
+    if is_divided(model):
+        lend(model, twin)
     return twin

@@ -50,8 +50,13 @@ class Plan:
 
     @property
     def compiles_twin(self) -> bool:
-        """Whether many bf16 steps of an FP8 run are compiled. Transformer Engine's layers compute them themselves."""
-        return not isinstance(self.backend, TransformerEngine) and compiles_plain(self.backend.config, self.device)
+        """Whether many bf16 steps of an FP8 run are compiled.
+
+        Transformer Engine's layers compute them themselves, and under FSDP a twin cannot be compiled as a whole.
+        """
+        config = self.backend.config
+        apart = isinstance(self.backend, TransformerEngine) or config.trainer.strategy == "fsdp"
+        return not apart and compiles_plain(config, self.device)
 
     @property
     def label(self) -> str:
@@ -95,6 +100,9 @@ def resolve(config: RunConfig, device: Device) -> Plan:
     if config.compile_mode != "default" and not plan.recorded:
         cause = f"compile_mode={config.compile_mode} records CUDA graphs, and this run is on the CPU"
         raise UserError.of(cause, "compile_mode=default")
+    if plan.ran == "fp32" and config.trainer.gather == "bfloat16":
+        cause = "trainer.gather=bfloat16, and this run computes in fp32"
+        raise UserError.of(f"{cause}: {plan.reason}" if plan.reason else cause, "trainer.gather=float32")
     return plan
 
 

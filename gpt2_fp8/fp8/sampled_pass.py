@@ -29,6 +29,7 @@ from gpt2_fp8.layers.block import put_product
 from gpt2_fp8.layers.fp8_cast import scale_of
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of, trained_loss
+from gpt2_fp8.runtime.sharding import is_divided
 
 Observe = Callable[[str, str, Tensor], None]
 Recipe = Literal["delayed", "current", "rowwise", "block", "mxfp8"]
@@ -95,7 +96,9 @@ class SampledPass:
 
     def _build_twin(self) -> GPT2:
         if self._twin is None:
-            self._twin = twin_of(self.model, self.backend.config.activation_checkpointing).eval()
+            # in bf16 its activations take more memory than training's: not all GPUs may run out of it at one place
+            recompute = "full" if is_divided(self.model) else self.backend.config.activation_checkpointing
+            self._twin = twin_of(self.model, recompute).eval()
             for i, block in enumerate(self._twin.blocks):
                 for part in PARTS:
                     put_product(block, part, self._product(f"blocks.{i}.{part}"))

@@ -51,9 +51,9 @@ def _bf16(x, noise):
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["first", "second"])
+@triton.jit(do_not_specialize=["first", "second", "offset"])
 def _update_bf16(
-    weights, gradients, means, squares, row, skip, count, first, second,
+    weights, gradients, means, squares, row, skip, count, offset, first, second,
     decay, beta1, rest1, beta2, rest2, eps, SIZE: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip) != 0:
@@ -65,7 +65,7 @@ def _update_bf16(
     m = tl.load(means + index, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(squares + index, mask=inside, other=0.0).to(tl.float32)
     p, m, v = _adamw(p, g, m, v, row, decay, beta1, rest1, beta2, rest2, eps)
-    noise = _random_bits(index, tl.load(row + 2).to(tl.int32), first, second) & 0xFFFF
+    noise = _random_bits(index + offset, tl.load(row + 2).to(tl.int32), first, second) & 0xFFFF
     to_even = 0x7FFF + ((m.to(tl.uint32, bitcast=True) >> 16) & 1)
     tl.store(weights + index, p, mask=inside)
     tl.store(means + index, _bf16(m, to_even), mask=inside)
@@ -74,7 +74,7 @@ def _update_bf16(
 
 def update(
     weights: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: tuple[int, int], scalars: Any,
-    skip: Tensor | None,
+    skip: Tensor | None, first: int = 0,
 ) -> None:  # fmt: skip
     """Update one parameter and its moments in place, unless `skip`, float32 with one element, is not 0.
 
@@ -83,6 +83,7 @@ def update(
         state: `exp_avg` and `exp_avg_sq`.
         keys: of the random bits, each of 32 bits.
         scalars: `engine.small_adamw.Scalars`.
+        first: the place of the first element, if these are the rows that a rank has of a parameter.
     """
     decay, beta1, beta2, eps, row = scalars
     numbers = (decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
@@ -90,7 +91,7 @@ def update(
     skip = row[3:] if skip is None else skip  # a 0
     with torch.cuda.device(weights.device) if weights.is_cuda else nullcontext():
         _update_bf16[(triton.cdiv(count, SIZE),)](
-            weights, gradient, mean, squares, row, skip, count, *map(_as_int32, keys), *numbers,
+            weights, gradient, mean, squares, row, skip, count, first, *map(_as_int32, keys), *numbers,
             SIZE=SIZE, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -24,7 +24,12 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Compute LayerNorm over the last dimension; without a bias RMSNorm, in the weight's dtype."""
+    """Compute LayerNorm over the last dimension; without a bias RMSNorm, in the weight's dtype.
+
+    Under autocast weights that FSDP has gathered in bfloat16 are taken to float32, which others have.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        weight, bias = weight.float(), None if bias is None else bias.float()
     if bias is None:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)

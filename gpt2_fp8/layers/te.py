@@ -151,10 +151,12 @@ class SplitMLP(nn.Module):
         self.recompute, self.gated = recompute, mlp.kind == "swiglu"
         self.fc1 = layer_norm_linear(n_embd, mlp.projected, norm, bias, "fc1" in fp8)
         self.fc2 = linear(mlp.width, n_embd, bias, "fc2" in fp8)
-        self.layer_norm_weight = _taken_over(self.fc1, "layer_norm_weight")
-        self.layer_norm_bias = _taken_over(self.fc1, "layer_norm_bias")
-        self.fc1_weight, self.fc1_bias = (_taken_over(self.fc1, name) for name in ("weight", "bias"))
-        self.fc2_weight, self.fc2_bias = (_taken_over(self.fc2, name) for name in ("weight", "bias"))
+        self._lent: list[tuple[nn.Module, str, str]] = []  # a layer, and the names of a parameter there and here
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            self._take_over(self.fc1, name, name)
+        for layer, of in ((self.fc1, "fc1"), (self.fc2, "fc2")):
+            self._take_over(layer, "weight", f"{of}_weight")
+            self._take_over(layer, "bias", f"{of}_bias")
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute y. `is_first_microbatch`: see `GPT2.forward`."""
@@ -162,21 +164,19 @@ class SplitMLP(nn.Module):
             return again(self._forward, x, is_first_microbatch, draws=False)
         return self._forward(x, is_first_microbatch)
 
+    def _take_over(self, layer: nn.Module, name: str, own: str) -> None:
+        """Register a layer's parameter here as `own`, and None if it has none. `_forward` lends it to the layer."""
+        parameter = dict(layer.named_parameters(recurse=False)).get(name)
+        setattr(self, own, parameter)
+        if parameter is not None:
+            delattr(layer, name)
+            self._lent.append((layer, name, own))
+
     def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        for layer, name, own in self._lent:  # each time: FSDP puts gathered ones into the place of its own
+            object.__setattr__(layer, name, getattr(self, own))  # torch's own __setattr__ would register it there
         h = self.fc1(x, is_first_microbatch)
         return self.fc2(reference.activate(h, self.gated), is_first_microbatch)
-
-
-def _taken_over(layer: nn.Module, name: str) -> nn.Parameter | None:
-    """Take a parameter out of a layer's own, for its owner to register. The layer computes with it as before.
-
-    None: the layer has none of this name.
-    """
-    parameter = dict(layer.named_parameters(recurse=False)).get(name)
-    if parameter is not None:
-        delattr(layer, name)
-        object.__setattr__(layer, name, parameter)  # torch's own __setattr__ would register it again
-    return parameter
 
 
 class Attention(reference.Attention):

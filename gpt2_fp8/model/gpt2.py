@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gpt2_fp8.model.parameters import parameters
 
 VOCABULARY_MULTIPLE = 64  # FP8 GEMMs need dimensions divisible by 16; 64 also fills their kernels' tiles
 INITIAL_STD = 0.02
+_AT_ONCE = 4  # tensors whose values are drawn at once: 8 billion take a minute one after the other
 
 
 def padded_vocabulary(vocab_size: int) -> int:
@@ -33,12 +35,14 @@ class GPT2(nn.Module):
 
     The caller must ignore the columns from `vocab_size` on (`loss.cross_entropy` does). `keep_bf16` names layers that
     stay out of FP8 (`config.kept_layers`). `separator`: the id that ends a document, if tokens attend within their
-    document alone; None if they attend to all before them. `separator_begins`: it begins a document instead.
+    document alone; None if they attend to all before them. `separator_begins`: it begins a document instead. `built` is
+    called with each block before the next one is built.
     """
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, layers: Composed, keep_bf16: Iterable[str] = (),
         separator: int | None = None, separator_begins: bool = False,
+        built: Callable[[nn.Module], object] = lambda block: None,
     ):  # fmt: skip
         super().__init__()
         self.separator, self.separator_begins = separator, separator_begins
@@ -49,7 +53,10 @@ class GPT2(nn.Module):
         if self.spec.positions == "learned":
             self.positions = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(layers.block(self.spec, in_bf16.in_fp8(i)) for i in range(config.n_layer))
+        self.blocks = nn.ModuleList()
+        for i in range(config.n_layer):
+            self.blocks.append(layers.block(self.spec, in_bf16.in_fp8(i)))
+            built(self.blocks[i])
         self.head = layers.head(self.spec, self.tokens.num_embeddings, fp8=not in_bf16.head)
         device = next(self.head.parameters()).device
         self.tokens.to(device)
@@ -87,6 +94,10 @@ class GPT2(nn.Module):
                 outputs.append(x)
         return x
 
+    def as_forward(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return `compute(self, *inputs)` as a forward of the model: FSDP gathers the parameters around it."""
+        return compute(self, *inputs)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Compute the start of the residual stream of ids [batch, tokens], at positions from 0 on, without dropout."""
         table = None if self.positions is None else self.positions.weight
@@ -115,8 +126,10 @@ def _put_in_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 @torch.no_grad()
-def initialise(model: GPT2, seed: int) -> None:
+def initialise(model: GPT2, seed: int, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
     """Fill every parameter. Values depend only on `seed` and the parameter's name.
+
+    `fill(parameter, values)` copies float32 values of a whole parameter, on the CPU, into it.
 
     Weights are N(0, 0.02). With `depth_scaled_init`, as in GPT-2, the two projections into the residual stream are
     divided by sqrt(2 n_layer). Llama and Qwen leave that out in Hugging Face's code, and OLMo 2 found the training more
@@ -125,17 +138,24 @@ def initialise(model: GPT2, seed: int) -> None:
     """
     config, padded_vocab_size = model.config, model.tokens.num_embeddings
     roles = {p.name: p.role for p in parameters(config, padded_vocab_size)}
-    for name, parameter in model.named_parameters():
-        if roles[name] == "bias":
-            parameter.zero_()
-        elif roles[name] == "norm":
-            parameter.fill_(1.0)
-        else:
+
+    def draw(named: tuple[str, Tensor]) -> Tensor:
+        name, parameter = named
+        # The device is named because Lightning sets a default device here.
+        values = torch.zeros(parameter.shape, device="cpu")
+        if roles[name] == "norm":
+            values.fill_(1.0)
+        elif roles[name] != "bias":
             into_residual = roles[name] == "into_residual" and config.depth_scaled_init
             std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            # The device is named because Lightning sets a default device here.
-            values = torch.empty(parameter.shape, device="cpu")
-            parameter.copy_(values.normal_(0.0, std, generator=generator))
-    for table in (model.tokens.weight, model.head.get_parameter("weight")):
-        table[model.vocab_size :].zero_()
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode())))
+        if name in ("tokens.weight", "head.weight"):
+            values[model.vocab_size :].zero_()
+        return values
+
+    every = list(model.named_parameters())
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for start in range(0, len(every), _AT_ONCE):
+            some = every[start : start + _AT_ONCE]
+            for (_, parameter), values in zip(some, pool.map(draw, some), strict=True):
+                fill(parameter, values)

@@ -38,6 +38,13 @@ def loss_of(
     With gradients, `penalty` is added. `is_first_microbatch`: see `GPT2.forward`. `fused`: see `cross_entropy`; a head
     with a loss of its own does not ask for it.
     """
+    return model.as_forward(_loss, ids, is_first_microbatch, scale, fused, penalty, targets)
+
+
+def _loss(
+    model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float, fused: bool, penalty: PenaltyConfig,
+    targets: Tensor | None,
+) -> Tensor:  # fmt: skip
     penalty = penalty if torch.is_grad_enabled() else NO_PENALTY
     inputs, targets = split(ids) if targets is None else (ids.long(), targets.long())
     outputs: list[Tensor] | None = [] if penalty.activation_l1 else None

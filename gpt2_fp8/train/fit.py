@@ -34,7 +34,7 @@ from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.engine.red_flags import RunWatch
 from gpt2_fp8.fp8.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.kernels import library_versions
-from gpt2_fp8.runtime import collectives, devices, ranks, registry, rendezvous
+from gpt2_fp8.runtime import collectives, devices, ranks, registry, rendezvous, sharding
 from gpt2_fp8.runtime.programs import read_versions
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
@@ -66,7 +66,7 @@ def run(config: RunConfig, end: RunEnd) -> float | None:
     finally:
         training.close(error)
         rendezvous.ending()
-        if not isinstance(error, rendezvous.RankLost):  # else the GPU may wait for that rank, and this for the GPU
+        if error is None or not place.launcher:  # else the GPU may wait for a lost rank, and this for the GPU
             clean_up()
 
 
@@ -140,7 +140,7 @@ class Training:
                 break
             self._go_back(back, self.parts)
         trainer, module = self.parts.trainer, self.parts.module
-        finite = all(setup.is_finite(weight) for weight in module.parameters())
+        finite = all(setup.is_finite(sharding.local(weight)) for weight in module.parameters())
         finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self.divergence.policy.end(trainer.global_step, finite)
         validates = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -28,9 +28,11 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import Plan, plain_plan
 from gpt2_fp8.fp8.scaling import Context
 from gpt2_fp8.runtime import rng
+from gpt2_fp8.runtime.sharding import Sharding
 from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.language_model import check_shape
 from gpt2_fp8.train.precision_plugin import RunPrecision
+from gpt2_fp8.train.strategies import own_part
 from gpt2_fp8.train.trainer import check_trainer, write_folders
 
 
@@ -111,9 +113,9 @@ class GPT2Module(pl.LightningModule):
                 return
             self._weights = self.state_dict()
             self._step_state = self._step_state or self.step.state_dict()
-        self._build(plan, precision.forward_context)
+        self._build(plan, precision.forward_context, getattr(self.trainer.strategy, "sharding", None))
 
-    def _build(self, plan: Plan, forward_context: Context | None = None) -> None:
+    def _build(self, plan: Plan, forward_context: Context | None = None, sharding: Sharding | None = None) -> None:
         """Build the training step, and fill its model."""
         self.step = TrainingStep(
             self.config,
@@ -122,6 +124,7 @@ class GPT2Module(pl.LightningModule):
             backward=self.manual_backward,
             no_sync=lambda: getattr(self.trainer.strategy, "block_backward_sync", ExitStack)(),
             forward_context=forward_context,
+            sharding=sharding,
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
         self.model = self.step.model
@@ -255,8 +258,10 @@ class GPT2Module(pl.LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights. Raises CheckpointError with what differs when they are another model's."""
         self._check_built()
+        own = self.model.state_dict()
+        state = {name: own_part(value, own.get(name)) for name, value in state_dict.items()}
         try:
-            return self.model.load_state_dict(state_dict, strict, assign)
+            return self.model.load_state_dict(state, strict, assign)
         except RuntimeError as error:
             remedy = "use the model= and data.tokenizer= that it was trained with"
             raise CheckpointError.of(f"the checkpoint does not fit the model: {error}", remedy) from None

@@ -30,8 +30,9 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import shorten
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.fp8.resolve import Plan
-from gpt2_fp8.runtime import collectives, devices, ranks, rendezvous
+from gpt2_fp8.runtime import collectives, devices, ranks
 from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
+from gpt2_fp8.train.strategies import RanksStrategy, ShardedStrategy
 
 _QUIET = (
     *("lightning.pytorch", "lightning.fabric"),
@@ -68,7 +69,7 @@ def build_trainer(
         accelerator=plan.device,
         devices=min(place.local_world_size, seen) if on_gpu and place.several else count,
         num_nodes=options.num_nodes,
-        strategy=RanksStrategy() if place.several or count * options.num_nodes > 1 else options.strategy,
+        strategy=_build_strategy(config) if place.several or count * options.num_nodes > 1 else options.strategy,
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -90,6 +91,10 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
+
+
+def _build_strategy(config: RunConfig) -> DDPStrategy:
+    return ShardedStrategy(config) if config.trainer.strategy == "fsdp" else RanksStrategy()
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -134,37 +139,6 @@ class LaunchedEnvironment(TorchElasticEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept any number of devices."""
-
-
-class RanksStrategy(DDPStrategy):
-    """Data parallelism whose gradients are `engine.exchange`'s.
-
-    It forms its process group where the ranks have met, so that each generation has a new one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(timeout=collectives.GROUP_TIMEOUT)
-
-    def setup_environment(self) -> None:
-        """Form the group. Ranks of Lightning's own launcher, under a script, form it themselves."""
-        met = rendezvous.get_meeting()
-        if met is not None and not torch.distributed.is_initialized():
-            on_gpu = self.root_device.type == "cuda"
-            torch.distributed.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=met.group_store(),
-                rank=met.ranks.rank,
-                world_size=met.ranks.world_size,
-                timeout=collectives.GROUP_TIMEOUT,
-                device_id=self.root_device if on_gpu else None,
-            )
-        super().setup_environment()
-
-    def configure_ddp(self) -> None:
-        """Give every rank rank 0's weights. No DistributedDataParallel: it would hold a copy of all gradients."""
-        assert self.model is not None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            torch.distributed.broadcast(tensor.data, 0)
 
 
 class SameRun(Callback):
@@ -263,6 +237,8 @@ def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
         yield Problem(cause, f"max_epochs=1; for as many steps, load_config('trainer.max_steps={epochs * steps}')")
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         yield Problem(f"Trainer(strategy=...) is a {type(trainer.strategy).__name__}, which divides the model", "'ddp'")
+    if config.trainer.strategy == "fsdp" and not isinstance(trainer.strategy, ShardedStrategy):
+        yield Problem("trainer=fsdp: only python -m gpt2_fp8.run divides a model", "leave it out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             cause = f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds one's"

@@ -14,6 +14,15 @@ data=mixture -> data
 data=text_files -> data.train_files
 precision=fp8_e5m2 -> precision
 trainer.num_nodes=3 -> trainer.num_nodes
+trainer=ddp trainer.shard=node -> trainer.shard
+trainer.strategy=fsdp -> trainer.shard
+trainer=fsdp trainer.devices=4 trainer.shard=3 -> trainer.shard
+trainer=fsdp trainer.devices=1 -> trainer=fsdp
+trainer=fsdp optimizer=muon -> optimizer
+trainer=fsdp precision.backend=fused -> precision.backend
+trainer=fsdp precision=fp32 -> trainer.gather
+trainer=fsdp cuda_graphs=true -> cuda_graphs
+trainer=fsdp precision=bf16 compile_mode=reduce-overhead -> compile_mode
 ckpt_path=last run_name=x init_from=/ -> ckpt_path
 model.n_embd=100 model.n_head=3 precision=bf16 -> model.n_embd
 global_batch_size=999983 micro_batch_size=999982 -> global_batch_size
@@ -107,7 +116,7 @@ GOLDEN = {
     "precision.backend=fused recipe=current":
         "error: precision.backend=fused cannot run: they do delayed scaling alone, not recipe=current",
     "trainer=dpp": "error: trainer=dpp: there is no such choice\n"
-                   "  fix: did you mean trainer=ddp? (the choices are auto, cpu, ddp, gpu)",
+                   "  fix: did you mean trainer=ddp? (the choices are auto, cpu, ddp, fsdp, gpu)",
 }  # fmt: skip
 
 
@@ -164,6 +173,11 @@ def test_batch_once_the_world_is_known():
     with pytest.raises(UserError, match="16 on each of 4 devices"):
         check_batch(config, 4)
     check_batch(replace(config, micro_batch_size=4), 4)
+    (config,) = preflight(["trainer=fsdp", "trainer.shard=4", "micro_batch_size=1", "global_batch_size=48"])
+    check_batch(config, 8)
+    for world_size in (1, 2, 6):
+        with pytest.raises(UserError, match="processes"):
+            check_batch(config, world_size)
 
 
 def test_two_sources_of_the_same_files_are_refused_by_any_spelling(tmp_path):

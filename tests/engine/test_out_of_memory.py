@@ -5,8 +5,9 @@ import logging
 import pytest
 import torch
 
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import SharedRefusal, UserError
 from gpt2_fp8.config.run_length import largest_divisor
+from gpt2_fp8.engine import out_of_memory
 from gpt2_fp8.engine.out_of_memory import Fitting, is_out_of_memory
 
 
@@ -81,3 +82,25 @@ def test_the_next_smaller_size_is_tried_also_after_one_has_fitted():
 def test_a_single_sequence_that_does_not_fit_ends_with_advice():
     with pytest.raises(UserError, match=r"micro_batch_size=1: CUDA out of memory(.|\n)*fix: activation_checkpointing"):
         Fitting(4, "micro_batch_size", 4)(full_above(0, []), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ((False, 7), "on rank 0 alone with micro_batch_size=8(.|\n)*fix: micro_batch_size=4 ckpt_path=last"),
+        ((True, 6), "at another place on each rank"),
+        ((True, 7), None),
+    ],
+)
+def test_ranks_that_share_a_model_begin_again_together_or_end(monkeypatch, others, said):
+    """Of two ranks, this one runs out of memory after the seventh collective."""
+    monkeypatch.setattr(out_of_memory, "any_rank", bool)
+    monkeypatch.setattr(out_of_memory, "everyones", lambda own: [own, others])
+    calls = []
+    fitting = Fitting(8, "micro_batch_size", 8, place=lambda: 7)
+    if said is None:
+        assert fitting(full_above(4, calls), lambda: None) == 40
+        assert calls == [8, 4]
+    else:
+        with pytest.raises(SharedRefusal, match=said):
+            fitting(full_above(4, calls), lambda: None)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.exchange import Exchange
@@ -71,6 +72,7 @@ def _what_it_came_to(step):
 def _digest(tensors):
     whole = hashlib.sha256()
     for tensor in tensors:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         whole.update(tensor.detach().cpu().numpy().tobytes())
     return whole.hexdigest()
 
@@ -86,7 +88,7 @@ def _before(owner, name, happens):
     setattr(owner, name, patched)
 
 
-def out_of_memory():
+def out_of_memory(on_all=False):
     """In step 3, in the lowest block's backward of the second micro-batch."""
     loss = Gradients.loss
 
@@ -95,7 +97,7 @@ def out_of_memory():
 
     def failing(self, *args):
         _here["parts"] += 1
-        if not (_is_time(3) and _here["parts"] == 2):
+        if (_here["step"], _here["parts"]) != (3, 2) or not (on_all or _rank() == 1):
             return loss(self, *args)
         handle = self.model.blocks[0].register_forward_hook(lambda block, x, y: y.register_hook(no_memory) and None)
         try:
@@ -104,6 +106,9 @@ def out_of_memory():
             handle.remove()
 
     Gradients.loss = failing
+
+
+out_of_memory_on_all = partial(out_of_memory, on_all=True)
 
 
 def _once_out_of_memory(owner, name, is_time, first=lambda self: None):

@@ -34,7 +34,7 @@ def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, device):
         one.step()
         with monkeypatch.context() as patch:
             if device == "cuda":  # in place of the kernel
-                plain = lambda p, g, state, keys, scalars, skip: update_plain(p, g, state, keys, scalars)  # noqa: E731
+                plain = lambda p, g, state, keys, scalars, skip, first: update_plain(p, g, state, keys, scalars)  # noqa: E731
                 patch.setattr("gpt2_fp8.kernels.adamw.update", plain)
             other.step()
         assert torch.equal(ours.cpu(), theirs.cpu())

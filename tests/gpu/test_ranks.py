@@ -18,6 +18,7 @@ from tests.gpu import launches
 from tests.gpu.common import hopper
 from tests.gpu.launches import SHARED, Launch
 from tests.gpu.test_faults import OURS, ROADS, WIDE, happened
+from tests.gpu.test_runs import ON_GPU
 from tests.runs import metrics, summary
 
 GPUS = torch.cuda.device_count()
@@ -44,12 +45,28 @@ EVERY_ROAD = [pytest.param(road, marks=hopper if road in OURS else ()) for road 
 KILLED = ["killed_before_its_gradients", "killed_in_the_exchange"]
 
 
+SMALL_LLAMA = [
+    *WIDE, "model.norm=rms_norm", "model.mlp=swiglu", "model.positions=rope", "model.tied_head=false",
+    "model.bias=false", "model.n_kv_head=4", "micro_batch_size=2", "trainer.max_steps=12",
+    "trainer.val_check_interval=6", "optim.lr=1e-4",
+    "callbacks.checkpoint_every_n_steps=6",
+]  # fmt: skip
+IN_TE = [*ON_GPU[1:], *SMALL_LLAMA, "precision.backend=te", "recipe=delayed"]
+
+
 def words(road, *more):
     of_road, base = ROADS[road]
     return [*base, *of_road, *more]
 
 
 ON_OWN_GPUS = {
+    "fsdp": [
+        Launch([*IN_TE, "trainer=fsdp"], gpus=GPUS, faults=("stopped",)),
+        Launch([*IN_TE, "trainer=ddp", "ckpt_path=last"]),
+    ],
+    "fsdp, one GPU": [Launch(words("bf16", *SMALL_LLAMA), gpus=1)],
+    "fsdp, no memory": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory_on_all",))],
+    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
     **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
     "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],
@@ -196,6 +213,32 @@ def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
     run = runs(case)
     assert run.codes == [1], run.output
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", run.output), run.output
+
+
+@own_gpus
+def test_a_sharded_model_trains_as_one_gpu_does_and_goes_on_replicated(runs):
+    """In FP8 on all GPUs, then on two by data parallelism; one GPU trains it in bf16."""
+    sharded, alone = runs("fsdp"), runs("fsdp, one GPU")
+    assert [codes for codes, _ in sharded.ends] == [[143], [0]], sharded.output
+    assert set(alone.codes) == {0}, alone.output
+    assert "layers     Transformer Engine" in sharded.ends[0][1]
+    own, in_bf16 = (metrics(run.folder)["train_loss"] for run in (sharded, alone))
+    assert own == pytest.approx(in_bf16, rel=2e-2)
+    assert own.keys() == set(range(1, 13))
+
+
+@own_gpus
+def test_out_of_memory_on_all_gpus_begins_a_sharded_step_again(runs):
+    steps, one = completed(runs, "fsdp, no memory"), runs("fsdp, one GPU")
+    assert steps["size"] == [2] * 2 + [1] * 10
+    assert steps["loss"] == pytest.approx(list(metrics(one.folder)["train_loss"].values()), rel=2e-2)
+
+
+@own_gpus
+def test_out_of_memory_on_one_gpu_ends_a_sharded_run_with_its_name(runs):
+    run = runs("fsdp, no memory on one")
+    assert run.codes == [2], run.output
+    assert run.output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, run.output
 
 
 @own_gpus
