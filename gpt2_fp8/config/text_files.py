@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.config import disk
@@ -39,28 +39,27 @@ def kind_of(name: str | Path) -> tuple[str, str] | None:
 def find(pattern: str, kinds: tuple[str, ...]) -> list[Path]:
     """Return the files that a name or a glob stands for, sorted. A folder's are those of `kinds`, in its folders too.
 
-    Where a glob matches files, folders that it matches too are left out. What is no file stays, as `disk.find` has it.
+    Where a glob matches files, all else that it matches is left out. Where nothing is a file or a folder, it stays.
     """
     matches = disk.find(pattern) if pattern else []
-    if any(not path.is_dir() for path in matches):
-        return [path for path in matches if not path.is_dir()]
-    return [path for folder in matches for path in _find_in(folder, kinds)]
+    files, folders = ([path for path in matches if is_kind(path)] for is_kind in (Path.is_file, Path.is_dir))
+    if files or not folders:
+        return files or matches
+    return [path for folder in folders for path in _find_in(folder, kinds)]
 
 
 def _find_in(folder: Path, kinds: tuple[str, ...]) -> list[Path]:
     """Return a folder's files of `kinds`, but hidden ones and what `datasets` notes beside the text."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _ABOUT)
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    found = [path for path in files if (kind_of(path) or ("",))[0] in kinds]
+    found = [path for path in files if _is_of(path, kinds)]
     if found and (others := len(files) - len(found)):
-        other = next(path for path in files if path not in set(found))
-        _say(f"data: {others} files in {folder} are of another kind and are left out, such as {other.name}")
+        log.info("data: %d files in %s are of another kind and are left out", others, folder)
     return found
 
 
-@cache
-def _say(once: str) -> None:
-    log.info(once)
+def _is_of(path: Path, kinds: tuple[str, ...]) -> bool:
+    return (kind_of(path) or ("",))[0] in kinds
 
 
 def find_all(key: str, patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> list[Path]:
@@ -73,7 +72,7 @@ def find_all(key: str, patterns: list[str], kinds: tuple[str, ...], problems: li
             reason, remedy = _why_none(pattern, kinds)
         if not reason:
             reason = next(filter(None, map(disk.why_unreadable, files)), "")
-        if not reason and (odd := [path for path in files if (kind_of(path) or ("",))[0] not in kinds]):
+        if not reason and (odd := [path for path in files if not _is_of(path, kinds)]):
             reason, remedy = f"{odd[0]} is of an unknown kind", _SHOWN[kinds]
         if reason:
             problems.append(Problem(f"{key}: {reason}", remedy, (key,)))
@@ -92,12 +91,9 @@ def _why_not_saved(pattern: str) -> tuple[str, str]:
     about = Path(pattern).expanduser() / "dataset_dict.json"
     if not pattern or not about.is_file():
         return "", ""
-    try:
-        splits = [str(split) for split in disk.read_json(about)["splits"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        splits = []
-    train = "train" if "train" in splits or not splits else splits[0]
-    held_out = next((split for split in splits if split.startswith(("val", "dev", "test")) and split != train), None)
-    remedy = f"data.train_files={pattern.rstrip('/')}/{train}"
-    remedy += f" data.val_files={pattern.rstrip('/')}/{held_out}" if held_out else ""
-    return f"{pattern} is a DatasetDict of the splits {', '.join(splits) or '?'}", remedy
+    splits: list[str] = []
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        splits += disk.read_json(about)["splits"]
+    val = [f" data.val_files={about.parent}/{split}" for split in splits if split.startswith(("val", "dev", "test"))]
+    reason = f"{pattern} is a DatasetDict of the splits {', '.join(map(str, splits))}"
+    return reason, f"data.train_files={about.parent}/train{''.join(val[:1])}"
