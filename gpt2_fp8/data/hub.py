@@ -140,12 +140,9 @@ class HubSource:
                 f"data.repo={self.repo}: HF_HUB_OFFLINE is set, and the hub's cache has none at {self.revision}",
                 "unset HF_HUB_OFFLINE; or train on local files: data=text_files",
             )
-        if self._snapshot:
-            commit = self._snapshot.name
-        else:
-            info = HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT_SECONDS)
-            assert info.sha
-            commit = info.sha
+        commit = self._snapshot.name if self._snapshot else None
+        commit = commit or HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT_SECONDS).sha
+        assert commit
         problems: list[Problem] = []
         found: dict[str, list[str]] = {"train": [], "val": []}
         if not self.train_files:
@@ -198,21 +195,20 @@ class HubSource:
         val = files.get("validation") or files.get("test") or (train[-1:] if files.get("train") else [])
         return {"train": train, "val": val if hold_out else []}
 
-    @staticmethod
-    def _splits_documents(files: dict[str, list[str]]) -> bool:
+    def _splits_documents(self, files: dict[str, list[str]]) -> bool:
         """Return whether a single file is for both sides, which then have documents of their own."""
-        return len(files["train"]) == 1 and files["train"] == files["val"]
+        return (
+            not self.train_files and not self.val_files and len(files["train"]) == 1 and files["train"] == files["val"]
+        )
 
     def _find_snapshot(self, revision: str) -> Path | None:
         """Return the data set's folder in the cache of the hub's client; None if it has none."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        try:
-            found = snapshot_download(self.repo, repo_type="dataset", revision=revision, local_files_only=True)
-        except LocalEntryNotFoundError:
-            return None
-        return Path(found)
+        with suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(self.repo, repo_type="dataset", revision=revision, local_files_only=True))
+        return None
 
     def _count(self, commit: str, paths: list[str]) -> list[int]:
         """Return the number of units of each file. Raises UserError if the first, or a parquet file, has no text."""
