@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -94,9 +94,7 @@ class GracefulStop(Checkpoint):
         """Stop here, after the step, if a signal came."""
         slurm.note_step()
         if signum := self._agree():
-            self._save(trainer)
-            loops.log_last_step(trainer)
-            raise Stopped(signum)
+            self._save_and_stop(trainer, signum)
         self._waiting = not loops.is_last_step(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
@@ -111,8 +109,7 @@ class GracefulStop(Checkpoint):
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the middle of a validation. The resumed run starts that validation again."""
         if signum := self._agree():
-            self._save(trainer)
-            raise Stopped(signum)
+            self._save_and_stop(trainer, signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last step if a signal ended the next one or the wait for its data, or if the data source ended."""
@@ -124,9 +121,23 @@ class GracefulStop(Checkpoint):
         else:
             return
         self._signals.gives_up = False  # saving may have to finish the last step first, even by a bf16 rerun
-        try:
+        with self._not_saved(trainer):  # the run ends because of `exception`
             self._save(trainer) if self._validating else self._save_last_step(trainer)
-        except (RollBack, RunError) as error:  # the run ends because of `exception`
+
+    def _save_and_stop(self, trainer: Trainer, signum: int) -> NoReturn:
+        with self._not_saved(trainer):
+            self._save(trainer)
+        if not self._validating:
+            loops.log_last_step(trainer)
+        raise Stopped(signum)
+
+    @staticmethod
+    @contextmanager
+    def _not_saved(trainer: Trainer) -> Iterator[None]:
+        """Warn of what ends the run by itself while it saves: it has another end."""
+        try:
+            yield
+        except (RollBack, RunError) as error:
             log.warning("step %d is not saved, continuing will come to it again: %s", trainer.global_step, error)
 
     def _save_last_step(self, trainer: Trainer) -> None:

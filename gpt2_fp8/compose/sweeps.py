@@ -187,7 +187,8 @@ def check_slurm(
     if multirun and any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
         yield Problem(cause, "trainer.devices=NUMBER")
-    if any(config.trainer.max_restarts and config.trainer.devices != 1 for config in configs):
+    several = [config for config in configs if (config.trainer.devices, config.trainer.num_nodes) != (1, 1)]
+    if any(config.trainer.max_restarts for config in several):
         yield Problem("trainer.max_restarts: SLURM starts the ranks of a job", keys=("trainer.max_restarts",))
     for key in _KEYS:
         asked = OmegaConf.select(whole, key)

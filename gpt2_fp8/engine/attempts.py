@@ -41,9 +41,9 @@ class Attempts:
         gradients: computes.
         share: sequences of a step that this rank computes.
         size: sequences of a micro-batch, as the settings ask for.
-        optimizer_state: allocates as much memory as the first update will need for the optimizer's state. It is held
-            while the first gradients are computed. Otherwise a size could fit only because there is no optimizer state
-            yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
+        memory_of_update: allocates as much memory as the first update will need beside the gradients. It is held while
+            the first of these are computed. Otherwise a size could fit only because there is no optimizer state yet. A
+            recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
 
     Attributes:
         training: the size of a micro-batch.
@@ -54,14 +54,17 @@ class Attempts:
         last_in_bf16: how many of the newest settled steps were in bf16 by `steps_in_fp8`.
     """
 
-    def __init__(self, gradients: Gradients, share: int, size: int, optimizer_state: Callable[[], list[Tensor]] = list):
+    def __init__(
+        self, gradients: Gradients, share: int, size: int, memory_of_update: Callable[[], list[Tensor]] = list
+    ):
         self.plan, self.scaling = gradients.plan, gradients.scaling
-        self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
+        self._gradients, self._share, self._memory_of_update = gradients, share, memory_of_update
         self._asked = size
         self.training = self._fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self.steps_in_fp8 = self.last_in_bf16 = 0
         self.ahead, self.computing, self.computing_again = True, False, False
+        self._has_computed = False
         self.gaps = GapClock()
 
     def _fitting(self, size: int, what: str) -> Fitting:
@@ -97,8 +100,10 @@ class Attempts:
 
     def in_own_precision(self, ids: Tensor, undo: Undo) -> Tensor:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective. `undo`: see `Attempt`."""
-        beside = list if self.training.proven else self._optimizer_state
+        # The first time here: a size that a checkpoint has proven may have been another number of ranks'.
+        beside = list if self._has_computed else self._memory_of_update
         loss = self.training(partial(self._gradients.of_step, ids), partial(self._discard, undo), beside=beside)
+        self._has_computed = True
         self._agree()
         return loss
 

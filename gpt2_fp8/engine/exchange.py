@@ -12,7 +12,7 @@ from gpt2_fp8.compat.torch_private import copy_all, divide_all
 from gpt2_fp8.runtime import collectives
 
 # Of float32 gradients in a collective: larger ones are faster (two H200s, 0.5 GB: one 1.7 ms, eight 2.0, one for each
-# tensor 6.9), and memory must hold one bucket more than the gradients.
+# tensor 6.9). Memory holds one bucket more than the gradients; beside CUDA graphs, or in another dtype, all buckets.
 BUCKET_BYTES = 1 << 30
 ALIGNMENT = 64  # elements; a gradient in a bucket is as aligned as one of its own, so that the same kernels take it
 
@@ -58,7 +58,8 @@ class Exchange:
 
     def copies(self) -> list[Tensor]:
         """Allocate as much memory as `end` needs where it does not free that of the gradients."""
-        return [torch.empty_like(parameter) for parameter in self.parameters] if collectives.is_distributed() else []
+        own = self.parameters if collectives.is_distributed() else []
+        return [torch.empty_like(parameter, dtype=self.dtype) for parameter in own]
 
     def give_up(self) -> None:
         """Free the gradients of a step that failed, or whose update is not made."""

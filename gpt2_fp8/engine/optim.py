@@ -27,7 +27,7 @@ y is the part of the last `decay_steps` steps that is done. After the last step 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from gpt2_fp8.runtime import registry
 
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
+BATCH_BYTES = 1 << 27  # of Muon's updates in bfloat16 that are made orthogonal together
 _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
 
@@ -179,8 +180,9 @@ class MuonAdamW(Optimizer):
             each = (self._split(matrix, of) for of in (matrix, matrix.grad, self.state[matrix]["momentum_buffer"]))
             for part in zip(*each, strict=True):
                 by_shape.setdefault(part[0].shape, []).append(part)
-        for shape, parts in by_shape.items():
-            updates = torch.empty(len(parts), *shape, dtype=torch.bfloat16, device=skip.device)
+        batches = [batch for parts in by_shape.values() for batch in _batches(parts)]
+        for parts in batches:
+            updates = torch.empty(len(parts), *parts[0][0].shape, dtype=torch.bfloat16, device=skip.device)
             for (_, gradient, buffer), update in zip(parts, updates, strict=True):
                 muon.accumulate(gradient.contiguous(), buffer, update, skip, group["momentum"])
             updates = orthogonalize_batch(updates, group["ns_steps"])
@@ -190,6 +192,13 @@ class MuonAdamW(Optimizer):
     def _split(self, matrix: Tensor, of: Tensor) -> tuple[Tensor, ...]:
         """Return views of what `of`, of the shape of `matrix`, has of each matrix in it."""
         return of.split(list(self._rows.get(matrix, (len(matrix),))))
+
+
+def _batches(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Yield matrices of one shape in batches. Their products take some five times BATCH_BYTES besides."""
+    most = max(1, BATCH_BYTES // (2 * parts[0][0].numel()))
+    for start in range(0, len(parts), most):
+        yield parts[start : start + most]
 
 
 def _rate(matrix: Tensor, group: dict[str, Any]) -> float:

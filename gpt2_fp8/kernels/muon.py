@@ -23,7 +23,8 @@ def _momentum(gradients, buffers, updates, skip, count, rest, SIZE: tl.constexpr
     before = tl.load(buffers + index, mask=inside, other=0.0)
     after = before + rest * (g - before)
     tl.store(updates + index, (after - (after - g) * rest).to(tl.bfloat16), mask=inside)
-    tl.store(buffers + index, after, mask=inside & (tl.load(skip) == 0))
+    if tl.load(skip) == 0:
+        tl.store(buffers + index, after, mask=inside)
 
 
 @triton.jit

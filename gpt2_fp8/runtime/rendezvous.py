@@ -151,8 +151,8 @@ class Meeting:
             if lost is not None:
                 return lost
             silent = [str(rank) for rank in range(self.ranks.world_size) if not self._store.check([f"torn/{rank}"])]
-            if silent and signals.get_received() is None:  # the others have had the time to come here too
-                name = "rank " + ", ".join(silent)
+            if len(silent) == 1 and signals.get_received() is None:  # several: some may wait in NCCL
+                name = f"rank {silent[0]}"
         is_hang = "timed out" in str(error).lower()
         return RankLost(f"{name} hangs: it did not come to a collective" if is_hang else f"{name} is gone")
 
@@ -177,7 +177,7 @@ class Meeting:
         if isinstance(error, RankLost):
             return
         said = None
-        until = time.monotonic() + (SAVE_SECONDS if isinstance(error, Stopped) else END_SECONDS)
+        until = time.monotonic() + (SAVE_SECONDS if isinstance(error, (Stopped, *_AGREED)) else END_SECONDS)
         with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
             while not (there := self._store.check(["said"])) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)

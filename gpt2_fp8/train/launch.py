@@ -18,7 +18,7 @@ from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import ranks, registry, signals, slurm
+from gpt2_fp8.runtime import programs, ranks, registry, signals, slurm
 from gpt2_fp8.train.run_end import RunEnd
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,13 @@ def launch_ranks(end: RunEnd, words: Callable[[], Sequence[str]]) -> int | None:
         from gpt2_fp8.runtime import rendezvous
 
     try:
-        return rendezvous.launch(count, options.max_restarts, words())
+        code = rendezvous.launch(count, options.max_restarts, words())
     except rendezvous.RankLost as lost:
-        end.name_lost(lost)
+        if end.in_sweep:  # which goes on, and says it at its end
+            programs.say(str(lost))
+        end.close_for_ranks(lost)
         raise
+    if code > 128 and end.read_ranks().get("exit_code", code) != code:  # the ranks were starting again
+        programs.say(str(stopped := Stopped(code - 128)))
+        end.close_for_ranks(stopped)
+    return code

@@ -17,11 +17,18 @@ from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, FP8PrecisionConfig, ModelConfig, RegisteredOptimizer, RunConfig
+from gpt2_fp8.config.schema import (
+    FREE_OF_WEIGHTS,
+    FP8PrecisionConfig,
+    ModelConfig,
+    PlainPrecisionConfig,
+    RegisteredOptimizer,
+    RunConfig,
+)
 from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.runtime import rng
+from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.train import trained
 
 log = logging.getLogger(__name__)
@@ -108,6 +115,9 @@ def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Ite
     now = "bf16" if plan.evaluates_in_bf16 else "fp8"
     if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
         yield f"validations are in {now} from here on, and were in {before}: precision.evaluation={before} goes on so"
+    reduced = value_of(checkpoint, f"{trained.KEY}.precision.reduce") or PlainPrecisionConfig.reduce
+    if collectives.is_distributed() and reduced != (now := step.config.precision.reduce):
+        yield f"ranks reduce in {now} from here on, and did in {reduced}: precision.reduce={reduced} goes on so"
     if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
         yield f"the last {format_count(in_bf16, 'step')} were computed in bf16, and the next are in FP8 again"
 

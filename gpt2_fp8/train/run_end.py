@@ -163,16 +163,22 @@ class RunEnd:
         for line in self._last_lines() if self.first_step is not None else ():
             log.info(line)
 
-    def name_lost(self, lost: RunError) -> None:
-        """Have the summary name the rank that was killed: rank 0 may not have known, or may have been the one."""
-        if found := read_summary(self.folder):
-            saved = bool(pointers.steps(self.folder / "checkpoints"))
-            lost.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
-            told = {"status": lost.status, "exit_code": lost.exit_code, "message": str(lost), "ended": _now()}
+    def close_for_ranks(self, error: RunError) -> None:
+        """Have the summary tell how the ranks have ended: rank 0 may not have known, or may have been killed."""
+        saved = pointers.steps(self.folder / "checkpoints")
+        if found := self.read_ranks():
+            error.tell(own_words.going_on(self.folder, self._here, bool(saved), self.in_sweep))
+            told = {"status": error.status, "exit_code": error.exit_code, "message": str(error), "ended": _now()}
             with suppress(OSError):  # a full disk
                 durable.write_json(self.folder / NAME, found | told)
         else:
-            self.close(lost)
+            self.summary.steps = max(saved, default=0)
+            self.close(error)
+
+    def read_ranks(self) -> dict[str, Any]:
+        """Return the summary that the ranks of this run have written; {} without one, or if it is of a run before."""
+        found = read_summary(self.folder)
+        return found if str(found.get("started", "")) >= self.summary.started else {}
 
     def _last_lines(self) -> Iterator[str]:
         """Yield the last lines of the log: results, where the curves are, and what to type next."""

@@ -164,9 +164,13 @@ class SameRun(Callback):
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
         identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
         holder = disk.read_holder(self._folder)
-        own = self._facts | {"text": identity(), "folder": {disk.LOCK: holder} if holder else {}}
-        ranks_facts = [json.loads(facts) for facts in collectives.everyones(json.dumps(own, default=str))]
-        if problems := list(_differences(ranks_facts)):
+        own = self._facts | {"text": identity()}
+        told = [json.loads(facts) for facts in collectives.everyones(json.dumps([own, holder], default=str))]
+        problems = list(_differences([facts for facts, _ in told]))
+        if others := [rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]]:
+            cause = f"rank {others[0]} does not see the run's folder of rank 0, {self._folder}"
+            problems.append(Problem(cause, "hydra.run.dir=FOLDER, on a file system that all nodes share"))
+        if problems:
             raise SharedRefusal(problems)
 
 

@@ -18,7 +18,7 @@ AGREE = ("agree", None)
 class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
-    exchange = SimpleNamespace(end=lambda: None)
+    exchange = SimpleNamespace(end=lambda: None, place=None)
     plan = SimpleNamespace(evaluates_in_bf16=True)
 
     def __init__(self, room):

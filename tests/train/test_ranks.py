@@ -433,8 +433,9 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path):
     assert [code for code, _ in ends] == [2, 2], ends
     said = "".join(output for _, output in ends)
     assert said.count("error:") == 4, said
-    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", ""), ("folder", "lock none")):
+    for kind, name in (("settings", "optim.lr"), ("versions", "attention"), ("text", "")):
         assert re.search(f"rank 1 has other {kind} than rank 0: .*{name}", said), said
+    assert "rank 1 does not see the run's folder of rank 0" in said
 
 
 def test_a_step_that_three_processes_cannot_share(tmp_path):
