@@ -18,6 +18,7 @@ from gpt2_fp8.config import (
     kept_layers,
     run_length,
     sharding,
+    text_files,
     tokenizer_file,
 )
 from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
@@ -190,17 +191,12 @@ def _check_source(data: Mixed) -> Iterator[Problem]:
             yield Problem(f"data.path: {reason}", keys=("data.path",))
     if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
-            kinds = "txt, jsonl, jsonl.zst and parquet" if isinstance(data, FilesData) else ".bin files of token ids"
-            yield problem(data, "train_files", "nothing to train on", f"name files: {kinds}", prefix="data.")
+            yield problem(data, "train_files", "nothing to train on", "name a file or a folder", prefix="data.")
+        problems: list[Problem] = []
+        kinds = text_files.OF_TEXT if isinstance(data, FilesData) else text_files.OF_IDS
         for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-            for pattern in patterns:
-                matches = disk.find(pattern) if pattern else []
-                reasons = [reason for path in matches if (reason := disk.why_unreadable(path))]
-                if not matches:
-                    cause = f"{key}: {show(pattern)} is no file, and matches none (looked in {Path.cwd()})"
-                    yield Problem(cause, keys=(key,))
-                elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
-                    yield Problem(f"{key}: {reasons[0]}", keys=(key,))
+            text_files.find_all(key, patterns, kinds, problems)
+        yield from problems
         none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
         if not data.val_files and data.val_sequences > 0 and none_held_out:
             remedy = "data.val_sequences=0 for no validation"

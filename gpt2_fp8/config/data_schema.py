@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from gpt2_fp8.config import disk
+from gpt2_fp8.config import disk, text_files
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import Part, Scored, Seed, Workers, problem, show
 
@@ -55,11 +55,11 @@ class StdlibData(TextData):
 
 @dataclass(frozen=True, kw_only=True)
 class FilesData(TextData):
-    """Local files: .txt (a document each), .jsonl and .jsonl.zst (a document a line), .parquet (a document a row)."""
+    """Local files of text: docs/data.md lists their kinds."""
 
     kind: Literal["files"]
-    train_files: list[str]  # paths or globs
-    val_files: list[str]  # paths or globs; empty: `val_fraction` of the training files is held out
+    train_files: list[str]  # paths, folders or globs
+    val_files: list[str]  # likewise; empty: `val_fraction` of the training files is held out
     val_fraction: Part
     text_column: str
 
@@ -71,8 +71,8 @@ class HubData(TextData):
     kind: Literal["hub"]
     repo: str
     revision: str  # best a commit hash; a branch is resolved at the start, and a resume is held to that commit
-    train_files: list[str]  # paths or globs inside the repository
-    val_files: list[str]  # held out: never trained on, even where train_files matches them too
+    train_files: list[str]  # paths or globs inside the repository; empty: its split `train`
+    val_files: list[str]  # never trained on; without any, and without train_files, its split `validation` or `test`
     text_column: str
 
 
@@ -98,8 +98,8 @@ class TokenFilesData(DataConfig):
     """Files of token ids (.bin): nanoGPT's, llm.c's and modded-nanogpt's. `tokenizer` says what the ids mean."""
 
     kind: Literal["token_files"]
-    train_files: list[str]  # paths or globs
-    val_files: list[str]  # paths or globs: a file is never split, since its ids do not tell where documents begin
+    train_files: list[str]  # paths, folders or globs
+    val_files: list[str]  # likewise: a file is never split, since its ids do not tell where documents begin
     headerless: Literal["uint16", "uint32"]  # the ids of files without a header
 
 
@@ -207,8 +207,10 @@ def _text(source: Mixed) -> dict[str, object]:
     """Return what says which text a source is. Local files are told by their real paths, in any order."""
     about = {key: value for key, value in asdict(source).items() if key not in _NO_TEXT}
     if isinstance(source, (FilesData, TokenFilesData)):
+        kinds = text_files.OF_TEXT if isinstance(source, FilesData) else text_files.OF_IDS
         for key in ("train_files", "val_files"):
-            about[key] = sorted({os.path.realpath(path) for word in about[key] for path in disk.find(word) or [word]})
+            found = {os.path.realpath(path) for word in about[key] for path in text_files.find(word, kinds) or [word]}
+            about[key] = sorted(found)
     return about
 
 
@@ -238,7 +240,7 @@ def _kinds(source: Mixed) -> Iterator[tuple[bool, Path | None]]:
         yield False, None
         return
     for pattern in [*source.train_files, *source.val_files]:
-        for path in disk.find(pattern):
+        for path in text_files.find(pattern, text_files.OF_IDS):
             if not disk.why_unreadable(path):  # else its path is refused
                 yield _magic(path) in (LLM_C, LLAMA_3), path
 

@@ -18,6 +18,7 @@ from gpt2_fp8.config.keys import Kind, Range, hints_of, key_paths, kind_of, show
 T = TypeVar("T")
 
 MISSING = "???"  # OmegaConf's mark of a value that something else must set
+Texts = list[str]  # a single one need not be in brackets
 _BAD: Any = object()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
@@ -128,6 +129,8 @@ def _match(member: Any, value: object) -> Any:
     if origin is list and isinstance(value, list):
         items = [_match(get_args(member)[0], v) for v in value]
         return _BAD if any(item is _BAD for item in items) else items
+    if member == Texts and type(value) is str:
+        return [value]
     if member is float and type(value) in (int, float):
         with suppress(OverflowError):  # an int that no float can hold
             if math.isfinite(number := float(cast("float", value))):

@@ -12,7 +12,6 @@ The first two bytes of both magic numbers would be an id above GPT-2's largest, 
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 import struct
@@ -25,10 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_fp8.config import disk
+from gpt2_fp8.config import text_files
 from gpt2_fp8.config.data_schema import LLAMA_3, LLM_C
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.formats import TextFile
@@ -48,20 +46,18 @@ def find_files(
 ) -> tuple[list[Path], list[Path]]:
     """Return the files to train on and those to validate with, each once, without empty ones.
 
-    Without any to train on, as in an evaluation, the others take their place. `kinds` are the endings of their names.
+    Without any to train on, as in an evaluation, the others take their place. `kinds` are of `config.text_files`.
     Raises UserError with everything that is wrong with patterns, names and, by `check`, with files.
     """
     problems: list[Problem] = []
     if not train and not val:
         problems.append(Problem("data.train_files is empty"))
-    held_out = _resolve(val, problems)
-    rest = [path for real, path in _resolve(train, problems).items() if real not in held_out]
+    held_out = _resolve(text_files.find_all("data.val_files", val, kinds, problems))
+    found = _resolve(text_files.find_all("data.train_files", train, kinds, problems))
+    rest = [path for real, path in found.items() if real not in held_out]
     if train and held_out and not rest and not problems:
         problems.append(Problem("data.val_files takes every file of data.train_files that is not empty"))
     for path in [*rest, *held_out.values()]:
-        if not path.name.lower().endswith(kinds):
-            problems.append(Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(kinds)}"))
-            continue
         try:
             check(path)
         except UserError as error:
@@ -73,20 +69,11 @@ def find_files(
     return (rest if train else [*held_out.values()]), [*held_out.values()]
 
 
-def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
-    """Return the files that `patterns` name, each once, as it is named first; by their real paths."""
+def _resolve(paths: list[Path]) -> dict[str, Path]:
+    """Return the files that are not empty, each once, as it is named first; by their real paths."""
     found: dict[str, Path] = {}
-    for pattern in patterns:
-        matches = disk.find(pattern)
-        reasons = {path: reason for path in matches if (reason := disk.why_unreadable(path))}
-        files = [path for path in matches if path not in reasons]
-        if not matches:
-            what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
-            problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})"))
-        elif not files:
-            problems.append(Problem(reasons[matches[0]]))
-        for path in files:
-            found.setdefault(str(path.resolve()), path)
+    for path in paths:
+        found.setdefault(str(path.resolve()), path)
     empty = {path for path in found.values() if path.stat().st_size == 0}
     if empty:
         log.warning("data: %d files are empty and are skipped, such as %s", len(empty), min(empty))
@@ -95,7 +82,7 @@ def _resolve(patterns: list[str], problems: list[Problem]) -> dict[str, Path]:
 
 @dataclass
 class FilesSource:
-    """Files of text by path or glob (`**` enters folders). A name's ending gives the format (see `formats`).
+    """Files of text by path, folder or glob. A name's ending gives the format (see `formats`).
 
     Without `val_files`, `val_fraction` is held out: of a .txt its tail, of others the documents whose hash falls into
     the fraction. Exact copies are then on the same side.
@@ -109,7 +96,7 @@ class FilesSource:
 
     def corpus(self) -> Corpus:
         """Return the units of all files, in the order of the patterns and of the sorted names within each."""
-        train, val = find_files(self.train_files, self.val_files, formats.ENDINGS, self._check)
+        train, val = find_files(self.train_files, self.val_files, text_files.OF_TEXT, self._check)
         about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
         if val or self.val_fraction == 0:
             whole = [[unit for path in paths for unit in formats.cut_units(path)] for paths in (train, val)]
@@ -123,14 +110,14 @@ class FilesSource:
 
     def _check(self, path: Path) -> None:
         """Look at a file's first bytes or its footer."""
-        ending = path.suffix.lower()
-        if ending in (".txt", ".jsonl"):
+        kind, compression = text_files.kind_of(path) or ("", "")
+        if not compression and kind not in ("parquet", "arrow"):
             with path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
             text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these
             if not text or text.count(0) * 8 > len(text):
                 raise UserError.of(f"{path} is no text: its first bytes are NUL (as in UTF-16)", "convert it to UTF-8")
-        if ending != ".txt":
+        if kind != "txt" or compression:
             with formats.content_errors(str(path)):
                 formats.check_column(TextFile.local(path), self.text_column)
 
@@ -157,7 +144,7 @@ class TokenFilesSource:
 
     def corpus(self) -> Corpus:
         """Return the units of all files, in the order of the patterns and of the sorted names within each."""
-        train, val = find_files(self.train_files, self.val_files, (".bin",), self._check)
+        train, val = find_files(self.train_files, self.val_files, text_files.OF_IDS, self._check)
         about: dict[str, str | int] = {"kind": "token_files", "files": len(train) + len(val)}
         whole = [[unit for path in paths for unit in self._cut_units(path)] for paths in (train, val)]
         return Corpus(whole[0], whole[1], about)

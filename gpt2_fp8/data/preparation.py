@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, sources_of
+from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, TokenFilesData, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
 from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import build_reader
-from gpt2_fp8.data.token_stream import TokenStream, check_trainable
+from gpt2_fp8.data.sources import SourceStream
+from gpt2_fp8.data.token_stream import TokenStream, find_text
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
 from gpt2_fp8.data.workers import ProgressLog, UnitPool
@@ -99,19 +99,25 @@ class Preparation:
         kept.documents += tokenised.counts
 
 
+def count_ids(config: TokenFilesData) -> int:
+    """Count the ids of the files to train on, by their sizes. Raises UserError if one is missing or damaged."""
+    source = TokenFilesSource(config.train_files, config.val_files, config.headerless)
+    return sum(map(source.count, source.corpus().train))
+
+
 def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
     """Count the tokens of the training text that `config` names: it reads all of it. Raises as `TokenStream` does."""
     assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
-    reader = build_reader(config, load_tokenizer(config.tokenizer))
-    source, pool = reader.source, UnitPool(Readers({"": reader}, plugins), config.num_workers)
-    try:
-        units = source.corpus().train
-        if isinstance(source, TokenFilesSource):
-            tokens = sum(map(source.count, units))
-        else:
-            tokens = sum(len(read.tokens) for read in pool.read(units, "counting the tokens of an epoch, units"))
-        if tokens <= n_positions:
-            check_trainable(units, pool, n_positions)  # raises
+
+    if isinstance(config, TokenFilesData) and (tokens := count_ids(config)) > n_positions:
         return tokens
+
+    def open_pool(streams: list[SourceStream]) -> UnitPool:
+        return UnitPool(Readers({stream.name: stream.reader for stream in streams}, plugins), config.num_workers)
+
+    (stream,), pool, _ = find_text(config, load_tokenizer(config.tokenizer), n_positions, open_pool)
+    try:
+        read = pool.read(stream.corpus.train, "counting the tokens of an epoch, units")
+        return sum(len(unit.tokens) for unit in read)
     finally:
         pool.close()

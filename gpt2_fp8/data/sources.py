@@ -124,7 +124,7 @@ def naming_source(name: str) -> Iterator[None]:
             raise
         if isinstance(error, DataSourceLost):
             raise DataSourceLost(f"source {name}: {error}") from error
-        raise UserError(data_schema.as_named(problem, name) for problem in error.problems) from error
+        raise type(error)(data_schema.as_named(problem, name) for problem in error.problems) from error
 
 
 def join_corpora(streams: list[SourceStream]) -> Corpus:

@@ -10,20 +10,33 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.data_schema import TextOfARun
+from gpt2_fp8.config.data_schema import FilesData, TextOfARun, sources_of, with_sources
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
 from gpt2_fp8.data.order import MAX_LANES
 from gpt2_fp8.data.progress import MOST_LANES, OVERFIT, Digests, Progress, most_lanes
 from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import SourceStream, build_streams, deal_lanes, join_corpora, naming_source
+from gpt2_fp8.data.sources import (
+    SourceStream,
+    build_reader,
+    build_streams,
+    deal_lanes,
+    join_corpora,
+    naming_source,
+)
 from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, fingerprint
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
 from gpt2_fp8.data.workers import UnitPool
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 log = logging.getLogger(__name__)
+
+MOST_HELD_OUT = 0.5  # of a text, where the part that was asked for is too short
+
+
+class ValidationTooShort(UserError):
+    """What is held out does not make one sequence."""
 
 
 class TokenStream:
@@ -59,27 +72,28 @@ class TokenStream:
     ):
         self.n_positions, self.overfit_batches = n_positions, overfit_batches
         self._global_batch_size, self._seed, self._tokenizer = global_batch_size, config.seed, fingerprint(encoding)
-        self.streams = build_streams(config, encoding)
-        self.corpus = join_corpora(self.streams)
-        self._digests = Digests(self.corpus)
+        early: list[tuple[Unit, TokenisedUnit, str]] = []  # read before it is known how much is held out
+        found = False
 
         def note(unit: Unit, tokenised: TokenisedUnit) -> None:
-            is_training = self._digests.check(unit, tokenised.sha256)
-            if on_read is not None:
-                on_read(unit, tokenised, "training" if is_training else "validation")
+            side = "training" if self._digests.check(unit, tokenised.sha256) else "validation"
+            if on_read is not None and found:
+                on_read(unit, tokenised, side)
+            elif on_read is not None:
+                early.append((unit, tokenised, side))
 
-        readers = {stream.name: replace(stream.reader, must_keep=must_keep) for stream in self.streams}
-        self.pool = UnitPool(Readers(readers, plugins), config.num_workers, note)
-        self.val: dict[str, Tokens] = {}
-        try:
-            for stream in self.streams:
-                with naming_source(stream.name):
-                    check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], self.pool, n_positions)
-                    if count := stream.val_sequences:
-                        self.val[stream.name] = read_validation(stream.corpus.val, self.pool, n_positions, count)
-        except BaseException:
-            self.pool.close()
-            raise
+        def open_pool(streams: list[SourceStream]) -> UnitPool:
+            early.clear()
+            self.corpus = join_corpora(streams)
+            self._digests = Digests(self.corpus)
+            readers = {stream.name: replace(stream.reader, must_keep=must_keep) for stream in streams}
+            return UnitPool(Readers(readers, plugins), config.num_workers, note)
+
+        self.streams, self.pool, self.val = find_text(config, encoding, n_positions, open_pool)
+        found = True
+        for unit, tokenised, side in early:
+            assert on_read is not None
+            on_read(unit, tokenised, side)
         val = [*self.val.values()]
         self._checksum = hashlib.sha256(np.concatenate(val).tobytes()).hexdigest() if val else None
         self._deal_lanes(max(MAX_LANES, ranks or rank_and_world()[1]))
@@ -182,6 +196,50 @@ class TokenStream:
         return found
 
 
+def find_text(
+    config: TextOfARun, encoding: Tokenizer, n_positions: int, open_pool: Callable[[list[SourceStream]], UnitPool]
+) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens]]:
+    """Return the streams of a run's text, what reads their units, and each validation, [sequences, n_positions + 1].
+
+    Where `val_fraction` of small files is too short for one sequence, more is held out. Raises as `TokenStream`.
+    """
+    while True:
+        streams, val = build_streams(config, encoding), {}
+        pool = open_pool(streams)
+        try:
+            for stream in streams:
+                with naming_source(stream.name):
+                    check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], pool, n_positions)
+                    if count := stream.val_sequences:
+                        val[stream.name] = read_validation(stream.corpus.val, pool, n_positions, count)
+            return streams, pool, val
+        except ValidationTooShort:
+            pool.close()
+            more = hold_out_more(config, stream.name, encoding, n_positions)
+            if more is None:
+                raise
+            config = more
+        except BaseException:
+            pool.close()
+            raise
+
+
+def hold_out_more(config: TextOfARun, name: str, encoding: Tokenizer, n_positions: int) -> TextOfARun | None:
+    """Double the part of a source's files that is held out until it makes one sequence; None: half of them does not."""
+    sources = dict(sources_of(config))
+    source = sources[name]
+    while isinstance(source, FilesData) and not source.val_files and 0 < source.val_fraction < MOST_HELD_OUT:
+        source = replace(source, val_fraction=min(2 * source.val_fraction, MOST_HELD_OUT))
+        reader, tokens = build_reader(source, encoding), 0
+        for unit in reader.source.corpus().val:
+            tokens += len(reader(unit)[0].tokens)
+            if tokens > n_positions:
+                log.warning("data: too little text for one validation sequence; held out now: data.val_fraction=%g",
+                            source.val_fraction)  # fmt: skip
+                return with_sources(config, [*(sources | {name: source}).values()])
+    return None
+
+
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
     """Read `units` until they make one block. Raises UserError if they do not, or the first is in another encoding."""
     tokens, counts = 0, DocumentCounts()
@@ -201,7 +259,10 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
 
 
 def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
-    """Return the first `count` blocks of `units`: [<= count, n_positions + 1]. Raises UserError if there is not one."""
+    """Return the first `count` blocks of `units`: [<= count, n_positions + 1].
+
+    Raises ValidationTooShort if there is not one.
+    """
     wanted = count * n_positions + 1
     parts: list[Tokens] = []
     length = 0
@@ -212,9 +273,9 @@ def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: 
             break
     n_blocks = min(count, (length - 1) // n_positions)
     if n_blocks < 1:
-        raise UserError.of(
-            f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
-            f"model.n_positions + 1 = {n_positions + 1}",
+        cause = f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
+        raise ValidationTooShort.of(
+            f"{cause}model.n_positions + 1 = {n_positions + 1}",
             "hold out more (data.val_fraction, data.val_files), or do without: data.val_sequences=0",
         )
     tokens = np.concatenate(parts)

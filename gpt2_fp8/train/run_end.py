@@ -22,7 +22,7 @@ from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.config.shown import as_typed, duration, format_count, format_override
+from gpt2_fp8.config.shown import as_typed, duration, format_count, format_override, harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.programs import read_versions
 
@@ -150,6 +150,8 @@ class RunEnd:
         if isinstance(error, RunError):
             error.tell(own_words.going_on(self.folder, self._here, saved, self.in_sweep))
         self.summary.finish(error)
+        if isinstance(error, RunError) and ranks.is_first_rank():
+            _log_to_file(str(error))  # the terminal has it from `say_end`
         refused = isinstance(error, UserError) and self.summary.steps <= (self.first_step or 0)
         if not ranks.is_first_rank() or (refused and saved):
             return
@@ -211,6 +213,13 @@ class RunEnd:
             line = "line" if started.launcher == ranks.VARIABLES else f"line of {started.launcher}"
             return f"the same {line}, with {own_words.resume_words(typed, self.folder, longer)}"
         return own_words.continue_command(typed, self.folder, longer)
+
+
+def _log_to_file(text: str) -> None:
+    """Write what has ended a run into its log file alone."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, harmless(text), (), None))
 
 
 def result_line(done: Summary, first_step: int) -> str:

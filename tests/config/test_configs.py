@@ -18,7 +18,8 @@ FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.ya
 BASES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("_*.yaml"))]  # what choices have in common
 PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
-    "data=token_files": ["data.train_files=[corpus.txt]", "data.val_files=[corpus.txt]"],
+    "data=token_files": ["data.train_files=[corpus.bin]", "data.val_files=[corpus.bin]"],
+    "data=hub": ["data.repo=a/b"],
     "data=mixture": ["+data@data.sources.a=fineweb", "+data@data.sources.b=openwebtext"],
     "trainer=ddp": [],
     "data=registered": ["plugins=[json]", "data.source=x"],
@@ -36,7 +37,8 @@ def choice(file):
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("corpus.txt").write_text("text")
+    for name in ("corpus.txt", "corpus.bin"):
+        Path(name).write_text("text")
 
 
 def test_the_groups_are_those_of_the_schema():

@@ -52,7 +52,7 @@ def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
     assert (found["steps"], found["data"]["source"]) == (-(-2 * 3000 // (8 * 32)), {"kind": "token_files", "files": 2})
     assert found["data"]["documents"]["read"] > 0
     write_jsonl(tmp_path / "text.jsonl", ["x"])
-    with pytest.raises(UserError, match="unknown kind of file"):
+    with pytest.raises(UserError, match="unknown kind"):
         train(tmp_path / "other", "data.train_files=[text.jsonl]", "trainer.max_steps=2", base=words)
 
 
