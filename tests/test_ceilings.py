@@ -13,7 +13,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/checkpoint/**/*.py": (1358, 9),
     "gpt2_fp8/compat/**/*.py": (606, 8),
     "gpt2_fp8/compose/**/*.py": (1277, 6),
-    "gpt2_fp8/config/**/*.py": (2936, 19),
+    "gpt2_fp8/config/**/*.py": (2940, 19),
     "gpt2_fp8/data/**/*.py": (3310, 16),
     "gpt2_fp8/engine/**/*.py": (2331, 16),
     "gpt2_fp8/kernels/**/*.py": (2929, 18),
@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1752, 13),
     "gpt2_fp8/train/**/*.py": (3648, 19),
 }
-OTHERS = {"tests/**/*.py": 29914, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 29916, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

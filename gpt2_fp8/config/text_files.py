@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,10 @@ def find(pattern: str, kinds: tuple[str, ...]) -> list[Path]:
 
 def _find_in(folder: Path, kinds: tuple[str, ...]) -> list[Path]:
     """Return a folder's files of `kinds`, but hidden ones and what `datasets` notes beside the text."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _ABOUT)
+    if folder.resolve() == Path(folder.resolve().anchor):  # a slip; a whole disk would be searched
+        return []
+    inside = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name not in _ABOUT)
+    files = sorted(path for path in inside if os.path.isfile(path))
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     found = [path for path in files if _is_of(path, kinds)]
     if found and (others := len(files) - len(found)):

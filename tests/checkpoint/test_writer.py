@@ -13,8 +13,8 @@ import torch
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.train import launch
 from gpt2_fp8.train.launch import lock_run
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
@@ -191,14 +191,14 @@ def test_after_a_step_back_the_best_that_is_written_anew_is_the_best_no_more(tmp
 def test_the_lock_file_says_who_and_goes_with_the_holder(tmp_path):
     folder = tmp_path / "run"
     with lock_run(folder):
-        said = (folder / launch.LOCK).read_text().strip()
+        said = (folder / disk.LOCK).read_text().strip()
         assert said.startswith(f"process {os.getpid()} on {socket.gethostname()}, since 20")
         with pytest.raises(UserError) as refused, lock_run(folder):
             pass
         assert said in str(refused.value)
         with lock_run(tmp_path / "other"):
             pass
-        (folder / launch.LOCK).write_text("\x1b[2J")
+        (folder / disk.LOCK).write_text("\x1b[2J")
         with pytest.raises(UserError, match="another run is at work") as refused, lock_run(folder):
             pass
         assert "\x1b" not in str(refused.value)

@@ -6,7 +6,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from gpt2_fp8.compat.fully_shard import reset_iteration
+from gpt2_fp8.compat.fully_shard import count_collectives, reset_iteration
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def test_after_a_pass_that_failed_the_next_is_as_ever(mesh, monkeypatch, own):
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
     reset_iteration(model)  # nothing was gathered yet
+    assert [type(count) for count in count_collectives(mesh)] == [int]  # which gloo does not count
 
     def gradients():
         model.zero_grad()

@@ -28,7 +28,9 @@ def settings(choice):
     return merged(Path(group, f"{name}.yaml"))
 
 
-FROM_THE_HUB = [choice for choice in choices("data") if "repo" in settings(choice)]
+# In tests of their own, with what they need.
+ELSEWHERE = ["data=registered", "data=mixture", "data=token_files", "data=hub"]
+FROM_THE_HUB = [choice for choice in choices("data") if "repo" in settings(choice) and choice not in ELSEWHERE]
 # A choice alone is not enough for these.
 EXTRA = {
     "experiment=tinyshakespeare_fp8": [*BYTES, "data.path=speare.txt", "debug=fdr"],
@@ -37,7 +39,6 @@ EXTRA = {
     "experiment=llama3_small_tensorwise": [*BYTES, "debug=fdr", "model.n_kv_head=1", "model.mlp_width=64"],
     "data=text_files": [*BYTES, "data.train_files=[speare.txt]"],
 }
-ELSEWHERE = ["data=registered", "data=mixture", "data=token_files"]  # in tests of their own, with what they need
 # Of experiments that differ by the precision, which a CPU does not have, one.
 LINES = [choice for choice in choices("experiment") if choice in EXTRA] + choices("data")
 LINES = [choice for choice in LINES if choice not in ELSEWHERE]
