@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from gpt2_fp8.config.errors import Drifted
 from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime.sharding import is_divided
 
 _SHOWN = 8  # ranks in a message
 
@@ -22,7 +22,7 @@ def check_replicas(model: nn.Module, step: int) -> None:
     A flipped bit, or a kernel that computes other numbers, leaves a finite loss. The optimizer's moments are not read:
     where they differ, the weights do after the next update. A model that FSDP2 has divided is not looked at.
     """
-    if not collectives.is_distributed() or isinstance(model, FSDPModule):
+    if not collectives.is_distributed() or is_divided(model):
         return
     found = collectives.everyones((checksum(model.parameters()), socket.gethostname()))
     sums = [own for own, _ in found]

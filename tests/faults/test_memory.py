@@ -86,19 +86,11 @@ RANKS = """
 import torch
 from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.engine.gradients import Gradients
+from tests.faults.test_memory import Fails
 
 make, of_step, loss, at = Attempts.make, Gradients.of_step, Gradients.loss, {}
 # By step: the ranks that have room for so many sequences, from which pass on. It happens in the last micro-batch.
 FAULTS = {2: ([1], 8, "forward"), 3: ([1], 4, "backward"), 4: ([0, 1], 2, "forward"), 5: ([0, 1], 1, "backward")}
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
 def made(self, ids, done, **more):
     at["step"] = done + 1
