@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,12 +70,12 @@ def _job(cfg: DictConfig) -> float | None:
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / sweeps.STOP)
         alone = HydraConfig.get().mode == RunMode.RUN
         if not alone:
-            end = RunEnd(config, folder, here, words)
-            code = launch.launch_ranks(end, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
+            end = partial(RunEnd, config, folder, here, words)
+            code = launch.launch_ranks(config, end, lambda: compose.of_job(sys.argv[1:], words, str(folder)))
             if code is not None and code > 128:
                 raise Stopped(code - 128)
             if code is not None:
-                return end_of_process(end, code)
+                return end_of_process(end(), code)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(strip_force(sys.argv[1:])), here) if alone else None
@@ -151,8 +152,8 @@ def _launch_run(plan: PlannedJobs) -> int | None:
     assert folder is not None  # only what is shown has none
     named = own_words.keys(plan.words) & {"run_name", "hydra.run.dir"}
     words = plan.words if named else [*plan.words, f"hydra.run.dir={quote(folder)}"]
-    end = RunEnd(config, here / folder, here, plan.words, own_words.Typed(tuple(words), here))
-    return launch.launch_ranks(end, lambda: words)
+    end = partial(RunEnd, config, here / folder, here, plan.words, own_words.Typed(tuple(words), here))
+    return launch.launch_ranks(config, end, lambda: words)
 
 
 def _end_sweep() -> None:

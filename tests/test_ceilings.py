@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # lines, modules
-    "gpt2_fp8/*.py": (1679, 13),
+    "gpt2_fp8/*.py": (1680, 13),
     "gpt2_fp8/fp8/**/*.py": (1937, 11),
     "gpt2_fp8/callbacks/**/*.py": (1321, 8),
     "gpt2_fp8/checkpoint/**/*.py": (1358, 9),
@@ -22,9 +22,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/model/**/*.py": (830, 7),
     "gpt2_fp8/reports/**/*.py": (859, 5),
     "gpt2_fp8/runtime/**/*.py": (1752, 13),
-    "gpt2_fp8/train/**/*.py": (3648, 19),
+    "gpt2_fp8/train/**/*.py": (3649, 19),
 }
-OTHERS = {"tests/**/*.py": 29916, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 29908, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

@@ -122,31 +122,32 @@ def import_rendezvous() -> ModuleType:
         return rendezvous
 
 
-def launch_ranks(end: RunEnd, words: Callable[[], Sequence[str]]) -> int | None:
+def launch_ranks(config: RunConfig, end: Callable[[], RunEnd], words: Callable[[], Sequence[str]]) -> int | None:
     """Run a job as one process for each rank; returns the exit code, None if this process runs it.
 
-    That is where a launcher has started it, or where one process is enough, which nobody starts again. `words` returns
-    the command line. Raises RankLost if a rank was killed.
+    That is where a launcher has started it, or where one process is enough, which nobody starts again. `end`
+    and `words` return the run's end and its command line. Raises RankLost if a rank was killed.
     """
-    options = end.config.trainer
+    options = config.trainer
     alone = options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu")
     if ranks.current().launcher or (alone and not options.max_restarts):
         return None
     from gpt2_fp8.runtime import devices  # imports torch
 
-    if (count := devices.devices(end.config, devices.device(end.config))) == 1 and not options.max_restarts:
+    if (count := devices.devices(config, devices.device(config))) == 1 and not options.max_restarts:
         return None
     with signals.handle_signals():
         from gpt2_fp8.runtime import rendezvous
 
+    run_end = end()
     try:
         code = rendezvous.launch(count, options.max_restarts, words())
     except rendezvous.RankLost as lost:
-        if end.in_sweep:  # which goes on, and says it at its end
+        if run_end.in_sweep:  # which goes on, and says it at its end
             programs.say(str(lost))
-        end.close_for_ranks(lost)
+        run_end.close_for_ranks(lost)
         raise
-    if code > 128 and end.read_ranks().get("exit_code", code) != code:  # the ranks were starting again
+    if code > 128 and run_end.read_ranks().get("exit_code", code) != code:  # the ranks were starting again
         programs.say(str(stopped := Stopped(code - 128)))
-        end.close_for_ranks(stopped)
+        run_end.close_for_ranks(stopped)
     return code
