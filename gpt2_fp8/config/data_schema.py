@@ -33,7 +33,8 @@ class DataConfig:
     """What every data set has."""
 
     name: str
-    tokenizer: str  # gpt2, bytes, or the path of a tokenizer.json, of Llama 3's tokenizer.model, or of their folder
+    # gpt2, bytes, ORG/NAME of the hub's tokenizer.json, the path of one or of Llama 3's tokenizer.model, or of a folder
+    tokenizer: str
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
     val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
