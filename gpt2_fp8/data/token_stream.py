@@ -18,11 +18,14 @@ from gpt2_fp8.data.order import MAX_LANES
 from gpt2_fp8.data.progress import MOST_LANES, OVERFIT, Digests, Progress, most_lanes
 from gpt2_fp8.data.reader import Readers
 from gpt2_fp8.data.sources import (
+    NamedSet,
     SourceStream,
     build_reader,
+    build_sets,
     build_streams,
     deal_lanes,
     join_corpora,
+    naming_set,
     naming_source,
 )
 from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, fingerprint
@@ -51,8 +54,8 @@ class TokenStream:
         must_keep: a unit that the cache cannot take is an error.
         ranks: that begin the run; None: as many as there are.
 
-    Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
-    validation's ids of each source that has any, [sequences, n_positions + 1].
+    Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, `val`, the
+    validation's ids of each source that has any, [sequences, n_positions + 1], and `sets`, those of `data.validation`.
 
     Raises UserError if the text is missing, unreadable or too short, and DataSourceLost if its source does not answer.
     """
@@ -82,14 +85,15 @@ class TokenStream:
             elif on_read is not None:
                 early.append((unit, tokenised, side))
 
-        def open_pool(streams: list[SourceStream]) -> UnitPool:
+        def open_pool(streams: list[SourceStream], sets: list[NamedSet]) -> UnitPool:
             early.clear()
             self.corpus = join_corpora(streams)
             self._digests = Digests(self.corpus)
-            readers = {stream.name: replace(stream.reader, must_keep=must_keep) for stream in streams}
+            readers = {stream.name: stream.reader for stream in streams} | {one.name: one.reader for one in sets}
+            readers = {name: replace(reader, must_keep=must_keep) for name, reader in readers.items()}
             return UnitPool(Readers(readers, plugins), config.num_workers, note)
 
-        self.streams, self.pool, self.val = find_text(config, encoding, n_positions, open_pool)
+        self.streams, self.pool, self.val, self.sets = find_text(config, encoding, n_positions, open_pool)
         found = True
         for unit, tokenised, side in early:
             assert on_read is not None
@@ -102,11 +106,14 @@ class TokenStream:
             named = f"{stream.name}, {self._share(stream):.4%} of the sequences: " if stream.name else ""
             counts = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
             log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, said, *counts)
+        for name, ids in self.sets.items():
+            log.info("data: validation.%s: %d sequences", name, len(ids))
 
     def _deal_lanes(self, most: int) -> None:
         """Stand at the start of the text, in up to `most` lanes of each source."""
         self.streams, self.deal = deal_lanes(self.streams, self._global_batch_size, self._seed, most)
-        self.progress = Progress(self._fingerprint(most), self.deal, self._digests, self._checksum)
+        sets = {name: hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in self.sets.items()}
+        self.progress = Progress(self._fingerprint(most), self.deal, self._digests, self._checksum, sets)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` of `progress`, in the lanes of its run. Raises as `Progress.restore`."""
@@ -197,22 +204,26 @@ class TokenStream:
 
 
 def find_text(
-    config: TextOfARun, encoding: Tokenizer, n_positions: int, open_pool: Callable[[list[SourceStream]], UnitPool]
-) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens]]:
-    """Return the streams of a run's text, what reads their units, and each validation, [sequences, n_positions + 1].
+    config: TextOfARun,
+    encoding: Tokenizer,
+    n_positions: int,
+    open_pool: Callable[[list[SourceStream], list[NamedSet]], UnitPool],
+) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens], dict[str, Tokens]]:
+    """Return the streams of a run's text, what reads their units, and the ids of validations: of streams, of sets.
 
     Where `val_fraction` of small files is too short for one sequence, more is held out. Raises as `TokenStream`.
     """
     while True:
         streams, val = build_streams(config, encoding), {}
-        pool = open_pool(streams)
+        sets = build_sets(config, encoding, streams)
+        pool = open_pool(streams, sets)
         try:
             for stream in streams:
                 with naming_source(stream.name):
                     check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], pool, n_positions)
                     if count := stream.val_sequences:
                         val[stream.name] = read_validation(stream.corpus.val, pool, n_positions, count)
-            return streams, pool, val
+            return streams, pool, val, {one.name: read_set(one, pool, n_positions) for one in sets}
         except ValidationTooShort:
             pool.close()
             more = hold_out_more(config, stream.name, encoding, n_positions)
@@ -281,3 +292,12 @@ def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: 
     tokens = np.concatenate(parts)
     starts = np.arange(n_blocks)[:, None] * n_positions
     return tokens[starts + np.arange(n_positions + 1)]
+
+
+def read_set(one: NamedSet, pool: UnitPool, n_positions: int) -> Tokens:
+    """Return the ids of a text of `data.validation`, [<= sequences, n_positions + 1]. Raises UserError."""
+    with naming_set(one.name):
+        try:
+            return read_validation(one.units, pool, n_positions, one.sequences)
+        except ValidationTooShort as error:  # its remedies are for the run's own validation
+            raise UserError(problem._replace(remedy="") for problem in error.problems) from None
