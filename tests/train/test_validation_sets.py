@@ -1,7 +1,7 @@
 """`data.validation`: texts that are validated by themselves beside the run's own, and what is refused of them."""
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
@@ -9,59 +9,73 @@ from gpt2_fp8 import compose, evaluate
 from gpt2_fp8.config.errors import UserError
 from tests.runs import SMALL, checkpoint, metrics, read, train
 
-TEXT = [*SMALL, "data=text_files", "data.train_files=train.txt", "data.val_fraction=0.2", "data.tokenizer=bytes"]
+TEXT = [
+    *SMALL,
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "data=text_files",
+    "data.train_files=train.txt",
+    "data.val_fraction=0.2",
+    "data.tokenizer=bytes",
+]
 SETS = ["data.validation.code.files=more/*.md", "data.validation.prose={files: [prose.txt], sequences: 5}"]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The texts, and `run`, a run with both sets."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "more").mkdir()
+    lines = {"train.txt": "one two three", "prose.txt": "four five six", "more/a.md": "x = (y, z)"}
+    for name, line in lines.items():
+        (folder / name).write_text("".join(f"{i} {line}\n" for i in range(300)))
+    (folder / "short.txt").write_text("too short")
+    (folder / "link.txt").symlink_to("train.txt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train(folder / "run", *SETS, base=TEXT)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "more").mkdir()
-    for name, line in {
-        "train.txt": "one two three\n",
-        "prose.txt": "four five six\n",
-        "more/a.md": "x = (y, z)\n",
-    }.items():
-        (tmp_path / name).write_text("".join(f"{i} {line}" for i in range(300)))
-    (tmp_path / "short.txt").write_text("too short")
-    (tmp_path / "link.txt").symlink_to("train.txt")
-    return tmp_path
+def _here(made, monkeypatch):
+    monkeypatch.chdir(made)
 
 
-def test_each_text_has_its_loss_and_the_runs_own_is_what_it_is_without_them(here):
-    train(here / "plain", base=TEXT)
-    train(here / "sets", *SETS, base=TEXT)
-    plain, logged = metrics("plain"), metrics("sets")
+def test_each_text_has_its_loss_and_the_runs_own_is_what_it_is_without_them(tmp_path):
+    train(tmp_path / "plain", base=TEXT)
+    plain, logged = metrics(tmp_path / "plain"), metrics("run")
     for column in ("train_loss", "val_loss"):
         assert logged[column] == plain[column]
     assert logged["val_loss/code"].keys() == logged["val_loss/prose"].keys() == logged["val_loss"].keys()
 
     def losses(*words):
-        assert evaluate.main(["sets", "out=found.json", *words]) == 0
-        return json.loads(Path("found.json").read_text())
+        assert evaluate.main(["run", f"out={tmp_path}/found.json", *words]) == 0
+        return json.loads((tmp_path / "found.json").read_text())
 
     whole = losses()
-    assert (whole["loss"], whole["tokens"]) == (logged["val_loss"][12], 8 * 32)
-    assert whole["sources"] == {name: logged[f"val_loss/{name}"][12] for name in ("code", "prose")}
-    alone = losses(
-        "data=text_files", "data.val_files=prose.txt", "data.val_sequences=5", "data.validation.x.files=more"
-    )
+    assert (whole["loss"], whole["tokens"]) == (logged["val_loss"][4], 8 * 32)
+    assert whole["sources"] == {name: logged[f"val_loss/{name}"][4] for name in ("code", "prose")}
+    words = ["data=text_files", "data.val_files=prose.txt", "data.val_sequences=5", "data.validation.x.files=more"]
+    alone = losses(*words)
     assert alone["loss"] == pytest.approx(whole["sources"]["prose"], rel=1e-6)
     assert alone["sources"] == {"x": pytest.approx(whole["sources"]["code"], rel=1e-6)}
 
 
-def test_a_run_goes_on_with_other_texts_and_not_with_another_text_of_a_name(here):
+def test_a_run_goes_on_with_other_texts_and_not_with_another_text_of_a_name(made, tmp_path):
     def saved(step):
-        return read(checkpoint("run", step))["TokenDataModule"]["validation_sets"]
+        return read(checkpoint(tmp_path / "run", step))["TokenDataModule"]["validation_sets"]
 
-    train(here / "run", SETS[0], base=TEXT)
-    more = ["ckpt_path=last", "trainer.max_steps=13"]
+    def go_on(steps, *words):
+        train(tmp_path / "run", "ckpt_path=last", f"trainer.max_steps={steps}", *words, base=TEXT)
+
+    shutil.copytree(made / "run", tmp_path / "run")
     with pytest.raises(UserError, match=r"data\.validation\.code was"):
-        train(here / "run", *more, "data.validation.code.files=prose.txt", base=TEXT)
-    train(here / "run", *more, SETS[1], base=TEXT)
-    assert saved(13) == saved(12) | {"prose": saved(13)["prose"]}
-    with pytest.raises(UserError, match=r"data\.validation\.code was"):  # also after a run without it
-        train(here / "run", *more[:1], "trainer.max_steps=14", "data.validation.code.files=prose.txt", base=TEXT)
+        go_on(5, "data.validation.code.files=prose.txt")
+    go_on(5, "data.validation.also.files=more")
+    assert saved(5) == saved(4) | {"also": saved(5)["also"]}
+    with pytest.raises(UserError, match=r"data\.validation\.prose was"):  # also after a run without it
+        go_on(6, "data.validation.prose.files=prose.txt")  # another number of sequences
 
 
 REFUSED = {
@@ -76,7 +90,7 @@ REFUSED = {
 }
 
 
-def test_what_makes_no_sense_is_refused_before_a_run(here):
+def test_what_makes_no_sense_is_refused_before_a_run():
     for word, reason in REFUSED.items():
         with pytest.raises(UserError) as told:
             compose.preflight([*TEXT, *(SETS if "val_sequences" in word else []), word])
@@ -94,6 +108,6 @@ def test_what_makes_no_sense_is_refused_before_a_run(here):
 
 
 @pytest.mark.parametrize(("file", "reason"), [("short.txt", "too short: 10 tokens"), ("link.txt", "the run trains on")])
-def test_what_only_the_text_tells_is_refused(here, file, reason):
+def test_what_only_the_text_tells_is_refused(tmp_path, file, reason):
     with pytest.raises(UserError, match=rf"data\.validation\.code: .*{reason}"):
-        train(here / "run", f"data.validation.code.files={file}", base=TEXT)
+        train(tmp_path / "run", f"data.validation.code.files={file}", base=TEXT)
