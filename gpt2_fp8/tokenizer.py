@@ -1,6 +1,6 @@
 """The training of a tokenizer: a byte-level BPE on a run's text, in one command.
 
-python -m gpt2_fp8.tokenizer train mine --vocab-size 16384 data=text_files data.train_files=corpus
+python -m gpt2_fp8.tokenizer train --out mine --vocab-size 16384 data=text_files data.train_files=corpus
 python -m gpt2_fp8.run data.tokenizer=mine data=text_files data.train_files=corpus
 """
 
@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,15 +24,13 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import format_override, line
 from gpt2_fp8.runtime import programs, registry
 
-_SMALLEST = 257  # each byte, and what ends a document
-
 
 @programs.stoppable
 @programs.exit_code
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked, words = _parser().parse_known_args(argv)
-    configs, folder = compose.preflight(words), asked.folder.expanduser()
+    configs, folder = compose.preflight(words), asked.out.expanduser()
     if problems := list(_problems(configs, folder)):
         raise UserError(problems)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
@@ -44,7 +41,7 @@ def main(argv: list[str]) -> None:
     registry.load(tuple(config.plugins), Path.cwd())
     text = tokenizer_training.TrainingText(config.data, asked.megabytes)
     dtype = tokenizer_training.train(text, asked.vocab_size, asked.end, folder)
-    of_text = f"{text.size / 1e6:,.1f} MB of text, {text.counts.read:,} documents"
+    of_text = f"{text.size / 1e6:,.1f} MB of text, {text.documents:,} documents"
     print(line(f"{folder}: {asked.vocab_size:,} ids, stored as {dtype}; trained on {of_text}"))
     keys = [f"data.sources.{name}.tokenizer" if name else "data.tokenizer" for name, _ in sources_of(config.data)]
     print(line(f"next: {shlex.join([*RUN.split(), *words, *(format_override(key, str(folder)) for key in keys)])}"))
@@ -59,22 +56,10 @@ def _problems(configs: list[RunConfig], folder: Path) -> Iterator[Problem]:
             yield Problem(f"{key}={source.name}: its files have token ids already, and no text")
     if find_spec("tokenizers") is None:
         yield Problem("the library tokenizers, which trains them, is not installed", tokenizer_file.INSTALL)
-    if wrong := disk.check_folder(folder, "FOLDER"):
+    if wrong := disk.check_folder(folder, "--out"):
         yield from wrong
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
-
-
-def _number(least: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text) < tokenizer_file.MOST_IDS):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} on")
-    return int(text)
-
-
-def _folder(text: str) -> Path:
-    if "=" in text:
-        raise argparse.ArgumentTypeError(f"{text} is no folder, which comes before the words of a run")
-    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,22 +68,15 @@ def _parser() -> argparse.ArgumentParser:
         "Trains a tokenizer, a byte-level BPE, on the training text of a run of the same words.",
         "1 the files could not be written; 4 the data source was lost; ",
         "docs/data.md says more.",
-        usage="%(prog)s train FOLDER --vocab-size N [--end TOKEN] [--megabytes N] [words of a run]",
+        usage="%(prog)s train --out FOLDER --vocab-size N [--end TOKEN] [--megabytes N] [words of a run]",
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=["train"], help="what to do")
-    parser.add_argument(
-        "folder", type=_folder, help="for tokenizer.json and tokenizer_config.json; it is not there yet, or empty"
-    )
-    parser.add_argument(
-        "--vocab-size", type=partial(_number, _SMALLEST), required=True, metavar="N", help="ids, the end's among them"
-    )
-    parser.add_argument(
-        "--end", default="<|endoftext|>", metavar="TOKEN", help="what ends a document (default: <|endoftext|>)"
-    )
-    parser.add_argument(
-        "--megabytes", type=partial(_number, 1), default=1000, metavar="N", help="of text, at most (default: 1000)"
-    )
+    add, number = parser.add_argument, programs.positive
+    add("action", choices=["train"])
+    add("--out", type=Path, required=True, metavar="FOLDER", help="for its two files; it is not there yet, or empty")
+    add("--vocab-size", type=number, required=True, metavar="N", help="ids, from 257 on")
+    add("--end", default="<|endoftext|>", metavar="TOKEN", help="what ends a document (default: %(default)s)")
+    add("--megabytes", type=number, default=1000, metavar="N", help="of text at most (default: %(default)s)")
     return parser
 
 

@@ -31,7 +31,7 @@ def test_a_run_takes_what_was_trained_also_by_a_name_of_the_hub(here, monkeypatc
     from huggingface_hub import constants
 
     for folder in ("mine", "again"):
-        assert tokenizer.main(["train", folder, "--vocab-size", "400", "--end", "<|end|>", *DATA]) == 0
+        assert tokenizer.main(["train", "--out", folder, "--vocab-size", "400", "--end", "<|end|>", *DATA]) == 0
     said = capsys.readouterr().out
     assert f"400 ids, stored as uint16; trained on {len(''.join(TEXTS).encode()) / 1e6:.1f} MB of text, 60 doc" in said
     assert (here / "mine/tokenizer.json").read_bytes() == (here / "again/tokenizer.json").read_bytes()
@@ -62,12 +62,12 @@ def test_what_cannot_be_trained_is_refused_and_nothing_is_written(here, capsys):
     (here / "full/x").touch()
     ids = ["data=token_files", "data.train_files=ids.bin", "data.val_files=ids.bin"]
     for words, said in {
-        ("mine", "--vocab-size", "400", "--end", "words", *DATA): "--end words",
-        ("mine", "--vocab-size", "4000", *DATA): "--vocab-size 4000",
-        ("full", "--vocab-size", "400", *DATA): "full is there already",
-        ("mine", "--vocab-size", "400", *ids): "data=token_files",
-        ("mine", "--vocab-size", "400", "-m", "seed=1,2", *DATA): "-m",
-        ("mine", "--vocab-size", "400", *DATA, "data.train_file=x"): "data.train_files",
+        ("--out", "mine", "--vocab-size", "400", "--end", "words", *DATA): "--end words",
+        ("--out", "mine", "--vocab-size", "4000", *DATA): "--vocab-size 4000",
+        ("--out", "full", "--vocab-size", "400", *DATA): "full is there already",
+        ("--out", "mine", "--vocab-size", "400", *ids): "data=token_files",
+        ("--out", "mine", "--vocab-size", "400", "-m", "seed=1,2", *DATA): "-m",
+        ("--out", "mine", "--vocab-size", "400", *DATA, "data.train_file=x"): "data.train_files",
     }.items():
         assert tokenizer.main(["train", *words]) == 2
         error = capsys.readouterr().err

@@ -165,22 +165,20 @@ def with_sources(data: TextOfARun, sources: list[Mixed]) -> TextOfARun:
 
 def without_validation(data: TextOfARun) -> TextOfARun:
     """Return the same group with no validation sequences."""
-    return with_sources(
-        replace(data, validation={}),
-        [replace(source, val_sequences=0, validation={}) for _, source in sources_of(data)],
-    )
+    data = replace(data, validation={})
+    return with_sources(data, [replace(source, val_sequences=0) for _, source in sources_of(data)])
 
 
 def sets_of(data: TextOfARun) -> list[tuple[str, Mixed]]:
     """Return each text of `data.validation` with its name, as a source that has this text alone."""
     own = [source for _, source in sources_of(data)]
-    cache_dirs = [source.cache_dir for source in own if isinstance(source, TextData)]
+    cache_dirs = [source.cache_dir for source in own if isinstance(source, TextData) and source.cache_dir]
     headerless = [source.headerless for source in own if isinstance(source, TokenFilesData)]
     found: list[tuple[str, Mixed]] = []
     for name, one in data.validation.items():
         about: dict[str, Any] = {"name": name, "tokenizer": data.tokenizer, "num_workers": 0, "seed": 0}
         about |= {"val_sequences": one.sequences, "train_files": [], "val_files": one.files}
-        text = about | {"text_column": one.text_column, "cache_dir": next(filter(None, cache_dirs), None)}
+        text = about | {"text_column": one.text_column, "cache_dir": cache_dirs[0] if cache_dirs else None}
         if one.repo is not None:
             text |= {"train_files": one.files, "val_files": []}  # so that no other file is asked for
             found.append((name, HubData(kind="hub", repo=one.repo, revision=one.revision, **text)))
@@ -204,6 +202,7 @@ def as_of_set(problem: Problem, name: str) -> Problem:
     """Return a problem in the words of the text NAME of `data.validation`: `data.validation.NAME.files`."""
     key = f"data.validation.{name}"
     cause, remedy = (_KEY_OF_SET.sub(f"{key}.", text) for text in problem[:2])
+    remedy = "" if "data.val_" in remedy else remedy  # which is for the run's own validation
     return Problem(cause if key in cause else f"{key}: {cause}", remedy, (key,))
 
 
@@ -213,16 +212,17 @@ def check_validation(data: TextOfARun) -> Iterator[Problem]:
         if source.validation:
             yield Problem(f"data.sources.{name}.validation: the mixture has them all", "data.validation", _SOURCES)
     for name, one in data.validation.items():
-        key = f"data.validation.{name}"
+        key, reason = f"data.validation.{name}", ""
         if not _NAME.fullmatch(name):
-            cause = f"data.validation: {show(name)} is no name of a text"
-            yield Problem(cause, "a letter, then letters, digits and _, 40 at most", ("data.validation",))
+            reason = "a name is a letter, then letters, digits and _, 40 at most"
         elif name in dict(sources_of(data)):
-            yield Problem(f"{key}: val_loss/{name} is that of data.sources.{name}", keys=("data.validation",))
-        if not one.files and one.repo is None:
-            yield Problem(f"{key}: it has neither files nor repo", keys=("data.validation",))
-        if one.repo is None and one.revision != ValidationSet.revision:
-            yield Problem(f"{key}.revision={show(one.revision)}: files of this machine have none", keys=(key,))
+            reason = f"val_loss/{name} is that of data.sources.{name}"
+        elif not one.files and one.repo is None:
+            reason = "it has neither files nor repo"
+        elif one.repo is None and one.revision != ValidationSet.revision:
+            reason = f"files of this machine have no revision {show(one.revision)}"
+        if reason:
+            yield Problem(f"{key}: {reason}", keys=(key,))
     if data.validation and data.val_sequences == 0:
         reason = "data.validation is scored beside the run's own validation"
         yield problem(data, "val_sequences", reason, prefix="data.")

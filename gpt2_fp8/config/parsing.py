@@ -99,10 +99,8 @@ class _Builder:
         before = len(self.found)
         classes = kind_of(hint).classes
         defaults = vars(classes[0]()) if len(classes) == 1 else {}  # no file of `conf` has the user's own names
-        values = {}
-        for key, value in data.items():
-            full = defaults | value if isinstance(value, dict) else value
-            values[str(key)] = self.value(hint, full, f"{path}.{key}")
+        full = {str(key): defaults | value if isinstance(value, dict) else value for key, value in data.items()}
+        values = {key: self.value(hint, value, f"{path}.{key}") for key, value in full.items()}
         return values if len(self.found) == before else _BAD
 
     def _refuse(self, kind: Kind, value: object, path: str) -> Any:

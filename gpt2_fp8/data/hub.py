@@ -106,11 +106,6 @@ class HubSource:
         about: dict[str, str | int] = {"kind": "hub", "repo": self.repo, "commit": known.commit}
         return Corpus(self._units("train", known), self._units("val", known), about)
 
-    def files(self, split: str) -> set[str]:
-        """Return the files of the split `train` or `val`, each with its data set and commit, after `corpus()`."""
-        assert self._listing is not None
-        return {f"{self.repo}@{self._listing.commit}/{path}" for path in self._listing.files[split]}
-
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
         """Read the rows of a row group, or of a whole file, again from its start."""
         split, listing = unit.path, self._listing

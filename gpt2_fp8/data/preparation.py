@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, TokenFilesData, sets_of, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
-from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import NamedSet, SourceStream
+from gpt2_fp8.data.reader import Readers, UnitReader
+from gpt2_fp8.data.sources import SourceStream
 from gpt2_fp8.data.token_stream import TokenStream, find_text
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
@@ -50,7 +50,7 @@ class Preparation:
         self._seen: set[Unit] = set()
         # Of these the tokens are kept: files of ids are read as they are.
         texts = [*sources_of(job.data), *sets_of(job.data)]
-        self._cached = {name for name, source in texts if isinstance(source, TextData) and source.cache_dir}
+        self._cached = {name for name, source in texts if isinstance(source, TextData)}
 
     def run(self) -> None:
         """Read what is needed. Raises as `TokenStream` does, and OSError if the cache's disk takes no more."""
@@ -113,8 +113,8 @@ def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...]
     if isinstance(config, TokenFilesData) and (tokens := count_ids(config)) > n_positions:
         return tokens
 
-    def open_pool(streams: list[SourceStream], _: list[NamedSet]) -> UnitPool:
-        return UnitPool(Readers({stream.name: stream.reader for stream in streams}, plugins), config.num_workers)
+    def open_pool(_: list[SourceStream], readers: dict[str, UnitReader]) -> UnitPool:
+        return UnitPool(Readers(readers, plugins), config.num_workers)
 
     alone = replace(config, validation={})
     (stream,), pool, *_ = find_text(alone, load_tokenizer(config.tokenizer), n_positions, open_pool)

@@ -26,7 +26,7 @@ from gpt2_fp8.runtime.collectives import everyones, rank_and_world
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
 MOST_LANES = "most_lanes"  # of a source; in the fingerprint of a run that more than `MAX_LANES` ranks have begun
-
+OF_SET = "validation."  # NAME; of `data.validation`, whose texts may come and go
 TABLE_BYTES = 1 << 20  # of a checkpoint: a digest has 8 bytes, less with many units, and at least one
 _SHOWN = 5
 
@@ -101,20 +101,11 @@ def _changed_error(units: list[Unit]) -> UserError:
 class Progress:
     """The steps trained, and where each lane stands. A rank updates its own lanes, and gathers the others'."""
 
-    def __init__(
-        self,
-        fingerprint: Fingerprint,
-        deal: Deal,
-        digests: Digests,
-        validation: str | None = None,
-        sets: dict[str, str] | None = None,
-    ):
+    def __init__(self, fingerprint: Fingerprint, deal: Deal, digests: Digests, validation: str | None = None):
         self.fingerprint = fingerprint
         self.deal, self.digests = deal, digests
         self.validation = validation  # a checksum of the validation sequences; None: there are none
-        self.sets = sets or {}  # likewise, of each text of `data.validation`
-        self._validated_before: str | None = None  # the same checksums of the run that this one continues
-        self._sets_before: dict[str, str] = {}
+        self._validated_before: str | None = None  # the same checksum of the run that this one continues
         self.lanes: dict[str, LaneState] = {}
         self.begin()
 
@@ -133,15 +124,13 @@ class Progress:
         """Return the progress for JSON, the same on every rank; UserError if two have read other text. Collective."""
         own = set(map(str, self.deal.of_rank(*rank_and_world())))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        held_out = self.validation, self.sets
-        gathered = everyones((self.step, lanes, self.digests.saved, held_out))
+        gathered = everyones((self.step, lanes, self.digests.saved, self.validation))
         for step, lanes, *_ in gathered:
             assert step == self.step, f"ranks stand at the steps {[step for step, *_ in gathered]}"
             self.lanes.update(lanes)
         self.digests.merge(table for _, _, table, _ in gathered)
-        if any(theirs != held_out for *_, theirs in gathered):
+        if any(validation != self.validation for *_, validation in gathered):
             raise UserError.of("the validation text changed while the ranks read it", "let it be, and start again")
-        sets = self._sets_before | self.sets
         return {
             "fingerprint": dict(self.fingerprint),
             "step": self.step,
@@ -149,7 +138,6 @@ class Progress:
             "documents": self.documents().as_dict(),
             "digests": self.digests.state_dict(),
             "validation": self.validation or self._validated_before,
-            **({"validation_sets": sets} if sets else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -157,7 +145,7 @@ class Progress:
         if changed := list(self.find_differences(state)):
             raise UserError(changed)
         self.digests.restore(state.get("digests"))
-        self._validated_before, self._sets_before = state.get("validation"), state.get("validation_sets", {})
+        self._validated_before = state.get("validation")
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
 
     def find_differences(self, state: dict[str, Any]) -> Iterator[Problem]:
@@ -167,10 +155,8 @@ class Progress:
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
-        for name, other in state.get("validation_sets", {}).items():
-            if name in self.sets and all(was.get(key) == now[key] for key in ("tokenizer", "n_positions")):
-                was[f"validation.{name}"], now[f"validation.{name}"] = other, self.sets[name]
         keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
+        keys = [key for key in keys if not key.startswith(OF_SET) or {key} <= was.keys() & now.keys()]
         # Lanes follow from the others; the most is the checkpoint's, once that is restored.
         causes = [key for key in keys if key.partition(".")[0] not in ("lanes", MOST_LANES)]
         for key in causes or (() if MOST_LANES in keys else keys):

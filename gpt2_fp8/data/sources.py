@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A text of `data.validation`: what reads its units, and how many of its sequences are scored."""
+    """A text of `data.validation`, and how many of its sequences are scored."""
 
     name: str
     reader: UnitReader
@@ -87,43 +87,27 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
         streams.append(SourceStream(name, reader, corpus, order, source.val_sequences, weight, first_unit, first_lane))
         first_unit += len(train)
     if len(streams) > 1:
-        found_twice = find_overlap(
+        check_overlap(
             [unit for stream in streams for unit in stream.corpus.train],
             [unit for stream in streams if stream.val_sequences for unit in stream.corpus.val],
         )
-        if found_twice:
-            raise UserError(
-                Problem(f"source {one} trains on {path}, and source {other} validates with it")
-                for path, one, other in found_twice
-            )
     return streams
 
 
 def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStream]) -> list[NamedSet]:
-    """Find the units of every text of `data.validation`. Raises UserError also for one that a stream trains on."""
+    """Find the units of every text of `data.validation`. Raises UserError also for a file that a stream trains on."""
     found = []
+    train = [unit for stream in streams for unit in stream.corpus.train]
     for name, source in data_schema.sets_of(config):
-        with naming_set(name):
+        with naming_source(name, data_schema.as_of_set):
             reader = build_reader(source, encoding)
             corpus = reader.source.corpus()
-            whole = isinstance(source, HubData) and source.train_files
-            units = [replace(unit, source=name) for unit in (corpus.train if whole else corpus.val)]
-            if paths := _find_trained_on(reader.source, units, streams):
-                raise UserError(Problem(f"the run trains on {path}") for path in paths)
+            named = isinstance(source, HubData) and source.train_files
+            units = [replace(unit, source=name) for unit in (corpus.train if named else corpus.val)]
+            if not isinstance(source, HubData):  # whose units do not name a file
+                check_overlap(train, units)
         found.append(NamedSet(name, reader, units, source.val_sequences))
     return found
-
-
-def _find_trained_on(source: Source | TokenFilesSource, units: list[Unit], streams: list[SourceStream]) -> list[str]:
-    """Return which files of a text that is only validated with are trained on too."""
-    if not isinstance(source, HubSource):
-        train = [unit for stream in streams for unit in stream.corpus.train]
-        return [path for path, *_ in find_overlap(train, units)]
-    if any(unit.side == "val" for unit in units):  # documents that nobody trains on
-        return []
-    others = [stream.reader.source for stream in streams]
-    trained = set().union(*(other.files("train") for other in others if isinstance(other, HubSource)))
-    return sorted(trained & source.files(units[0].path)) if units else []
 
 
 def build_reader(config: Mixed, encoding: Tokenizer) -> UnitReader:
@@ -158,7 +142,7 @@ def build_source(config: Mixed) -> Source | TokenFilesSource:
 
 
 @contextmanager
-def naming_source(name: str) -> Iterator[None]:
+def naming_source(name: str, rename: Callable[[Problem, str], Problem] = data_schema.as_named) -> Iterator[None]:
     """Enter a context in which a source is looked at: its errors then name it, and its keys as they are typed."""
     try:
         yield
@@ -167,18 +151,7 @@ def naming_source(name: str) -> Iterator[None]:
             raise
         if isinstance(error, DataSourceLost):
             raise DataSourceLost(f"source {name}: {error}") from error
-        raise type(error)(data_schema.as_named(problem, name) for problem in error.problems) from error
-
-
-@contextmanager
-def naming_set(name: str) -> Iterator[None]:
-    """Enter a context in which a text of `data.validation` is looked at: its errors then name it."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(data_schema.as_of_set(problem, name) for problem in error.problems) from error
-    except DataSourceLost as error:
-        raise DataSourceLost(f"data.validation.{name}: {error}") from error
+        raise type(error)(rename(problem, name) for problem in error.problems) from error
 
 
 def join_corpora(streams: list[SourceStream]) -> Corpus:
@@ -189,8 +162,8 @@ def join_corpora(streams: list[SourceStream]) -> Corpus:
     return Corpus(train, val, {"kind": "mixture", "sources": ", ".join(stream.name for stream in streams)})
 
 
-def find_overlap(train: list[Unit], held_out: list[Unit]) -> list[tuple[str, str, str]]:
-    """Return each file that one source trains on and another validates with, and the names of both."""
+def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
+    """Compare what all sources train on with what they validate with. Raises UserError for each file of both."""
     real = cache(lambda path: str(Path(path).resolve()))
     held: dict[tuple[str, str], dict[str, Unit]] = {}  # of each file, by source: the first unit that is held out
     for unit in sorted(held_out, key=lambda unit: unit.start):
@@ -202,7 +175,11 @@ def find_overlap(train: list[Unit], held_out: list[Unit]) -> list[tuple[str, str
             by_document = (unit.side, first.side) == ("train", "val") and first.val_fraction <= unit.val_fraction
             if source != unit.source and not by_document and first.start < max(unit.stop, unit.start + 1):
                 found.add((unit.path, unit.source, source))
-    return sorted(found)
+    if found:
+        raise UserError(
+            Problem(f"{f'source {one}' if one else 'the run'} trains on {path}, and source {other} validates with it")
+            for path, one, other in sorted(found)
+        )
 
 
 def deal_lanes(

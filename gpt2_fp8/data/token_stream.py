@@ -10,22 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.data_schema import FilesData, TextOfARun, sources_of, with_sources
+from gpt2_fp8.config.data_schema import FilesData, TextOfARun, as_of_set, sources_of, with_sources
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
 from gpt2_fp8.data.order import MAX_LANES
-from gpt2_fp8.data.progress import MOST_LANES, OVERFIT, Digests, Progress, most_lanes
-from gpt2_fp8.data.reader import Readers
+from gpt2_fp8.data.progress import MOST_LANES, OF_SET, OVERFIT, Digests, Progress, most_lanes
+from gpt2_fp8.data.reader import Readers, UnitReader
 from gpt2_fp8.data.sources import (
-    NamedSet,
     SourceStream,
     build_reader,
     build_sets,
     build_streams,
     deal_lanes,
     join_corpora,
-    naming_set,
     naming_source,
 )
 from gpt2_fp8.data.tokenizer import Tokenizer, Tokens, fingerprint
@@ -85,11 +83,10 @@ class TokenStream:
             elif on_read is not None:
                 early.append((unit, tokenised, side))
 
-        def open_pool(streams: list[SourceStream], sets: list[NamedSet]) -> UnitPool:
+        def open_pool(streams: list[SourceStream], readers: dict[str, UnitReader]) -> UnitPool:
             early.clear()
             self.corpus = join_corpora(streams)
             self._digests = Digests(self.corpus)
-            readers = {stream.name: stream.reader for stream in streams} | {one.name: one.reader for one in sets}
             readers = {name: replace(reader, must_keep=must_keep) for name, reader in readers.items()}
             return UnitPool(Readers(readers, plugins), config.num_workers, note)
 
@@ -112,8 +109,7 @@ class TokenStream:
     def _deal_lanes(self, most: int) -> None:
         """Stand at the start of the text, in up to `most` lanes of each source."""
         self.streams, self.deal = deal_lanes(self.streams, self._global_batch_size, self._seed, most)
-        sets = {name: hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in self.sets.items()}
-        self.progress = Progress(self._fingerprint(most), self.deal, self._digests, self._checksum, sets)
+        self.progress = Progress(self._fingerprint(most), self.deal, self._digests, self._checksum)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` of `progress`, in the lanes of its run. Raises as `Progress.restore`."""
@@ -131,6 +127,7 @@ class TokenStream:
             "seed": self._seed,
             "lanes": self.deal.lanes,
             OVERFIT: self.overfit_batches,
+            **{f"{OF_SET}{name}": hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in self.sets.items()},
         }
         if most_lanes > MAX_LANES:
             about[MOST_LANES] = most_lanes
@@ -207,26 +204,35 @@ def find_text(
     config: TextOfARun,
     encoding: Tokenizer,
     n_positions: int,
-    open_pool: Callable[[list[SourceStream], list[NamedSet]], UnitPool],
+    open_pool: Callable[[list[SourceStream], dict[str, UnitReader]], UnitPool],
 ) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens], dict[str, Tokens]]:
-    """Return the streams of a run's text, what reads their units, and the ids of validations: of streams, of sets.
+    """Return the streams of a run's text, what reads their units, and each validation, [sequences, n_positions + 1].
+
+    The last ones are those of `data.validation`.
 
     Where `val_fraction` of small files is too short for one sequence, more is held out. Raises as `TokenStream`.
     """
     while True:
-        streams, val = build_streams(config, encoding), {}
+        streams, val, of_sets = build_streams(config, encoding), {}, {}
         sets = build_sets(config, encoding, streams)
-        pool = open_pool(streams, sets)
+        pool = open_pool(
+            streams, {stream.name: stream.reader for stream in streams} | {one.name: one.reader for one in sets}
+        )
         try:
             for stream in streams:
+                name = stream.name
                 with naming_source(stream.name):
                     check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], pool, n_positions)
                     if count := stream.val_sequences:
                         val[stream.name] = read_validation(stream.corpus.val, pool, n_positions, count)
-            return streams, pool, val, {one.name: read_set(one, pool, n_positions) for one in sets}
+            for one in sets:
+                name = one.name
+                with naming_source(one.name, as_of_set):
+                    of_sets[one.name] = read_validation(one.units, pool, n_positions, one.sequences)
+            return streams, pool, val, of_sets
         except ValidationTooShort:
             pool.close()
-            more = hold_out_more(config, stream.name, encoding, n_positions)
+            more = hold_out_more(config, name, encoding, n_positions)
             if more is None:
                 raise
             config = more
@@ -238,7 +244,7 @@ def find_text(
 def hold_out_more(config: TextOfARun, name: str, encoding: Tokenizer, n_positions: int) -> TextOfARun | None:
     """Double the part of a source's files that is held out until it makes one sequence; None: half of them does not."""
     sources = dict(sources_of(config))
-    source = sources[name]
+    source = sources.get(name)
     while isinstance(source, FilesData) and not source.val_files and 0 < source.val_fraction < MOST_HELD_OUT:
         source = replace(source, val_fraction=min(2 * source.val_fraction, MOST_HELD_OUT))
         reader, tokens = build_reader(source, encoding), 0
@@ -292,12 +298,3 @@ def read_validation(units: list[Unit], pool: UnitPool, n_positions: int, count: 
     tokens = np.concatenate(parts)
     starts = np.arange(n_blocks)[:, None] * n_positions
     return tokens[starts + np.arange(n_positions + 1)]
-
-
-def read_set(one: NamedSet, pool: UnitPool, n_positions: int) -> Tokens:
-    """Return the ids of a text of `data.validation`, [<= sequences, n_positions + 1]. Raises UserError."""
-    with naming_set(one.name):
-        try:
-            return read_validation(one.units, pool, n_positions, one.sequences)
-        except ValidationTooShort as error:  # its remedies are for the run's own validation
-            raise UserError(problem._replace(remedy="") for problem in error.problems) from None

@@ -37,22 +37,15 @@ def files_of(name: str, n_positions: int) -> dict[str, bytes]:
         ranks = {token: encoding.encode_single_token(token) for token in tokens}
         file = _byte_pairs(ranks, {END_OF_TEXT: encoding.eot_token}, cut=name == "gpt2")
         ends = END_OF_TEXT
-    return {TOKENIZER: _as_json(file), **config_file(ends, n_positions)}
-
-
-def config_file(ends: str, n_positions: int | None = None) -> dict[str, bytes]:
-    """Return the file beside a `tokenizer.json`, by its name: `ends` is the token that ends a document."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": ends,  # it also begins a text in generation
         "eos_token": ends,
+        "model_max_length": n_positions,
         "clean_up_tokenization_spaces": False,
     }
-    return {CONFIG: _as_json(config if n_positions is None else config | {"model_max_length": n_positions})}
-
-
-def _as_json(value: Any) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+    texts = {TOKENIZER: file, CONFIG: config}
+    return {name: (json.dumps(text, ensure_ascii=False, indent=1) + "\n").encode() for name, text in texts.items()}
 
 
 def _byte_pairs(ranks: dict[bytes, int], special: dict[str, int], pattern: str = "", cut: bool = False) -> Any:

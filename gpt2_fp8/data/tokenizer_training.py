@@ -6,16 +6,17 @@ ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config import data_schema
+from gpt2_fp8.config import data_schema, tokenizer_file
 from gpt2_fp8.config.data_schema import Mixed, MixtureData, TextOfARun, sources_of
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import tokenizer_export
 from gpt2_fp8.data.order import permutation
 from gpt2_fp8.data.reader import with_retries
 from gpt2_fp8.data.sources import build_source, naming_source
@@ -29,27 +30,26 @@ class TrainingText:
 
     Units are drawn in the order of the run's first epoch: a part of them is a sample of all files.
 
-    Attributes:
-        size, counts: the bytes in UTF-8 and the documents that were read so far.
+    Attributes: `size` and `documents`, the bytes in UTF-8 and the number of what was read so far.
     """
 
     def __init__(self, data: TextOfARun, megabytes: int):
         self.data, self.most = data, megabytes * 10**6
-        self.size, self.counts = 0, DocumentCounts()
+        self.size = self.documents = 0
 
     def __iter__(self) -> Iterator[str]:
         weights = data_schema.weights_of(self.data) if isinstance(self.data, MixtureData) else {"": 1.0}
         for name, config in sources_of(self.data):
             stop = self.size + self.most * weights[name] / sum(weights.values())
             with naming_source(name):
-                for text in self._documents(config):
+                for text in self._read_units(config):
                     if self.size >= stop:
                         break
-                    self.counts.read += 1
+                    self.documents += 1
                     self.size += len(text.encode())
                     yield from cut(text)
 
-    def _documents(self, config: Mixed) -> Iterator[str]:
+    def _read_units(self, config: Mixed) -> Iterator[str]:
         source = build_source(config)
         assert isinstance(source, Source), "files of ids have no text"
         units = source.corpus().train
@@ -58,37 +58,34 @@ class TrainingText:
             progress.at(done)
             unit = units[place]
             documents, _ = with_retries(partial(_read, source, unit), unit.name, source.waits)
-            texts = (clean(document, self.counts) for document in documents)
-            yield from (text for text in texts if text is not None and on_side(text, unit))
+            yield from documents
 
 
-def _read(source: Source, unit: Unit) -> list[object]:
-    return list(source.read(unit, DocumentCounts()))
+def _read(source: Source, unit: Unit) -> list[str]:
+    counts = DocumentCounts()
+    texts = (clean(document, counts) for document in source.read(unit, counts))
+    return [text for text in texts if text is not None and on_side(text, unit)]
 
 
 def train(text: TrainingText, vocab_size: int, end: str, folder: Path) -> np.dtype[np.unsignedinteger]:
     """Write a tokenizer of `vocab_size` ids to `folder`; returns the dtype of its ids. `end`, id 0, ends a document.
 
-    Raises UserError if `end` may be merged from text or the text is too short for so many ids, what a run raises for
-    text that cannot be read, and OSError.
+    Raises UserError if `end` may be merged from text or there are not so many ids, as a run for text that cannot be
+    read, and OSError.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    made, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     if len(made.pre_tokenizer.pre_tokenize_str(end)) < 2:
-        raise UserError.of(f"--end {end}: words of a text may be merged to the same token", "--end '<|endoftext|>'")
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(text, trainer)
-    if (ids := made.get_vocab_size()) < vocab_size:
-        cause = f"--vocab-size {vocab_size}: {text.size:,} bytes of text have pairs to merge for {ids:,} ids alone"
-        raise UserError.of(cause, f"--vocab-size {ids}, or more text")
-    files = {**tokenizer_export.config_file(end), tokenizer_export.TOKENIZER: made.to_str(pretty=True).encode()}
+        raise UserError.of(f"--end {end}: a word of a text may be merged to the same token", "--end '<|endoftext|>'")
+    options: dict[str, Any] = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(text, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    if (ids := made.get_vocab_size()) != vocab_size:
+        cause = f"--vocab-size {vocab_size}: a byte-level BPE of {text.size:,} bytes of text has {ids:,} ids"
+        raise UserError.of(cause, f"--vocab-size {ids}" + (", or more text" if ids < vocab_size else ""))
+    beside = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    (folder / tokenizer_file.CONFIG).write_text(json.dumps(beside, ensure_ascii=False, indent=1), encoding="utf-8")
+    made.save(str(folder / tokenizer_file.FILES[0]))
     return dtype_of(vocab_size)
