@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, TokenFilesData, sets_of, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
-from gpt2_fp8.data.reader import Readers, UnitReader
-from gpt2_fp8.data.sources import SourceStream
+from gpt2_fp8.data.reader import Readers
+from gpt2_fp8.data.sources import SourceStream, ValidatedText
 from gpt2_fp8.data.token_stream import TokenStream, find_text
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
@@ -113,11 +113,11 @@ def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...]
     if isinstance(config, TokenFilesData) and (tokens := count_ids(config)) > n_positions:
         return tokens
 
-    def open_pool(_: list[SourceStream], readers: dict[str, UnitReader]) -> UnitPool:
-        return UnitPool(Readers(readers, plugins), config.num_workers)
+    def open_pool(streams: list[SourceStream], _: list[ValidatedText]) -> UnitPool:
+        return UnitPool(Readers({stream.name: stream.reader for stream in streams}, plugins), config.num_workers)
 
     alone = replace(config, validation={})
-    (stream,), pool, *_ = find_text(alone, load_tokenizer(config.tokenizer), n_positions, open_pool)
+    (stream,), pool, _ = find_text(alone, load_tokenizer(config.tokenizer), n_positions, open_pool)
     try:
         read = pool.read(stream.corpus.train, "counting the tokens of an epoch, units")
         return sum(len(unit.tokens) for unit in read)

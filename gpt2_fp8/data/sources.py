@@ -37,24 +37,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class NamedSet:
-    """A text of `data.validation`, and how many of its sequences are scored."""
-
-    name: str
-    reader: UnitReader
-    units: list[Unit]
-    sequences: int
-
-
-@dataclass(frozen=True)
-class SourceStream:
-    """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
+class ValidatedText:
+    """A text of `data.validation`, or a source's: what reads it, and how many of its held-out sequences are scored."""
 
     name: str  # the only source of a run has none
     reader: UnitReader
     corpus: Corpus
-    order: Order
     val_sequences: int
+
+
+@dataclass(frozen=True)
+class SourceStream(ValidatedText):
+    """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
+
+    order: Order
     weight: int
     first_unit: int
     first_lane: int
@@ -84,7 +80,7 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
             if not train:
                 raise UserError.of("the training text is too short: 0 tokens in 0 documents")
         order, corpus, first_lane = Order(source.seed, len(train), 1), Corpus(train, val, found.about), len(streams)
-        streams.append(SourceStream(name, reader, corpus, order, source.val_sequences, weight, first_unit, first_lane))
+        streams.append(SourceStream(name, reader, corpus, source.val_sequences, order, weight, first_unit, first_lane))
         first_unit += len(train)
     if len(streams) > 1:
         check_overlap(
@@ -94,7 +90,7 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
     return streams
 
 
-def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStream]) -> list[NamedSet]:
+def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStream]) -> list[ValidatedText]:
     """Find the units of every text of `data.validation`. Raises UserError also for a file that a stream trains on."""
     found = []
     train = [unit for stream in streams for unit in stream.corpus.train]
@@ -106,7 +102,7 @@ def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStre
             units = [replace(unit, source=name) for unit in (corpus.train if named else corpus.val)]
             if not isinstance(source, HubData):  # whose units do not name a file
                 check_overlap(train, units)
-        found.append(NamedSet(name, reader, units, source.val_sequences))
+        found.append(ValidatedText(name, reader, Corpus([], units), source.val_sequences))
     return found
 
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.data_schema import FilesData, TextOfARun, as_of_set, sources_of, with_sources
+from gpt2_fp8.config.data_schema import FilesData, TextOfARun, as_named, as_of_set, sources_of, with_sources
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
 from gpt2_fp8.data.order import MAX_LANES
 from gpt2_fp8.data.progress import MOST_LANES, OF_SET, OVERFIT, Digests, Progress, most_lanes
-from gpt2_fp8.data.reader import Readers, UnitReader
+from gpt2_fp8.data.reader import Readers
 from gpt2_fp8.data.sources import (
     SourceStream,
+    ValidatedText,
     build_reader,
     build_sets,
     build_streams,
@@ -83,14 +84,15 @@ class TokenStream:
             elif on_read is not None:
                 early.append((unit, tokenised, side))
 
-        def open_pool(streams: list[SourceStream], readers: dict[str, UnitReader]) -> UnitPool:
+        def open_pool(streams: list[SourceStream], sets: list[ValidatedText]) -> UnitPool:
             early.clear()
             self.corpus = join_corpora(streams)
             self._digests = Digests(self.corpus)
-            readers = {name: replace(reader, must_keep=must_keep) for name, reader in readers.items()}
+            readers = {text.name: replace(text.reader, must_keep=must_keep) for text in [*streams, *sets]}
             return UnitPool(Readers(readers, plugins), config.num_workers, note)
 
-        self.streams, self.pool, self.val, self.sets = find_text(config, encoding, n_positions, open_pool)
+        self.streams, self.pool, self.val = find_text(config, encoding, n_positions, open_pool)
+        self.sets = {name: self.val.pop(name) for name in config.validation}
         found = True
         for unit, tokenised, side in early:
             assert on_read is not None
@@ -204,35 +206,27 @@ def find_text(
     config: TextOfARun,
     encoding: Tokenizer,
     n_positions: int,
-    open_pool: Callable[[list[SourceStream], dict[str, UnitReader]], UnitPool],
-) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens], dict[str, Tokens]]:
+    open_pool: Callable[[list[SourceStream], list[ValidatedText]], UnitPool],
+) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens]]:
     """Return the streams of a run's text, what reads their units, and each validation, [sequences, n_positions + 1].
-
-    The last ones are those of `data.validation`.
 
     Where `val_fraction` of small files is too short for one sequence, more is held out. Raises as `TokenStream`.
     """
     while True:
-        streams, val, of_sets = build_streams(config, encoding), {}, {}
+        streams, val = build_streams(config, encoding), {}
         sets = build_sets(config, encoding, streams)
-        pool = open_pool(
-            streams, {stream.name: stream.reader for stream in streams} | {one.name: one.reader for one in sets}
-        )
+        pool = open_pool(streams, sets)
         try:
-            for stream in streams:
-                name = stream.name
-                with naming_source(stream.name):
-                    check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], pool, n_positions)
-                    if count := stream.val_sequences:
-                        val[stream.name] = read_validation(stream.corpus.val, pool, n_positions, count)
-            for one in sets:
-                name = one.name
-                with naming_source(one.name, as_of_set):
-                    of_sets[one.name] = read_validation(one.units, pool, n_positions, one.sequences)
-            return streams, pool, val, of_sets
+            for text in [*streams, *sets]:
+                with naming_source(text.name, as_named if isinstance(text, SourceStream) else as_of_set):
+                    if isinstance(text, SourceStream):
+                        check_trainable([text.corpus.train[i] for i in text.order.epoch(0)], pool, n_positions)
+                    if count := text.val_sequences:
+                        val[text.name] = read_validation(text.corpus.val, pool, n_positions, count)
+            return streams, pool, val
         except ValidationTooShort:
             pool.close()
-            more = hold_out_more(config, name, encoding, n_positions)
+            more = hold_out_more(config, text.name, encoding, n_positions)
             if more is None:
                 raise
             config = more
