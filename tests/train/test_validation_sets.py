@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from gpt2_fp8 import compose, evaluate
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train import trained
 from tests.runs import SMALL, checkpoint, metrics, read, train
 
 TEXT = [
@@ -18,6 +20,8 @@ TEXT = [
     "data.val_fraction=0.2",
     "data.tokenizer=bytes",
 ]
+MIXED = ["data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.own=text_files",
+         "data.sources.own.train_files=train.txt", "data.sources.own.tokenizer=bytes"]  # fmt: skip
 SETS = ["data.validation.code.files=more/*.md", "data.validation.prose={files: [prose.txt], sequences: 5}"]
 
 
@@ -77,6 +81,14 @@ def test_a_run_goes_on_with_other_texts_and_not_with_another_text_of_a_name(made
     assert go_on(6) == set()
 
 
+def test_a_mixture_that_was_saved_before_there_were_such_texts_is_read():
+    (config,) = compose.preflight([*SMALL[:5], *MIXED])
+    plain = trained.to_plain(config)
+    for group in (plain["data"], *plain["data"]["sources"].values()):
+        del group["validation"]
+    assert trained.from_checkpoint({trained.KEY: plain}, Path("step")).data == config.data
+
+
 REFUSED = {
     "data.validation.code.files=gone.txt": "data.validation.code.files: gone.txt",
     "data.validation.code.fils=prose.txt": "data.validation.code.files",
@@ -95,9 +107,7 @@ def test_what_makes_no_sense_is_refused_before_a_run():
             compose.preflight([*TEXT, *(SETS if "val_sequences" in word else []), word])
         assert len(told.value.problems) == 1
         assert reason in str(told.value)
-    two = ["data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.own=text_files"]
-    two += ["data.sources.own.train_files=train.txt", "data.sources.own.tokenizer=bytes"]
-    words = [*SMALL[:5], *two, "data.sources.own.validation.x.files=more", SETS[0]]
+    words = [*SMALL[:5], *MIXED, "data.sources.own.validation.x.files=more", SETS[0]]
     with pytest.raises(UserError) as told:
         compose.preflight(words)
     assert [problem.cause.partition(": ")[0] for problem in told.value.problems] == [
