@@ -145,14 +145,9 @@ FIFTY = [
     "callbacks.sample_tokens=4", "logger.histograms_every_n_steps=10", "callbacks.fp8_health_every_n_steps=10",
 ]  # fmt: skip
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
-PAGE = Path(__file__).parents[2] / "docs/data.md"
+PAGE = [f"data.validation.page.files={Path(__file__).parents[2]}/docs/data.md", "data.validation.page.sequences=5"]
 KINDS = {
-    "fp32": [
-        "precision=fp32",
-        "optimizer=muon",
-        f"data.validation.page.files={PAGE}",
-        "data.validation.page.sequences=5",
-    ],
+    "fp32": ["precision=fp32", "optimizer=muon", *PAGE],
     "delayed": [*EMULATED, "recipe=delayed", "precision.bf16_last_steps=5"],
     "current": [*EMULATED, "recipe=current", "optimizer=adamw_bf16"],
 }

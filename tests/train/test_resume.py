@@ -25,14 +25,9 @@ MIXTURE = [
 ]  # fmt: skip
 DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fraction=0.1", "data.tokenizer=bytes",
              "document_mask=true"]  # fmt: skip
+SETS = ["data.validation.own.files=text.jsonl", "data.validation.ids.files=val.bin"]
 CASES = {
-    "two workers": [
-        "data.num_workers=2",
-        "micro_batch_size=1",
-        "model.dropout=0.2",
-        "data.validation.own.files=text.jsonl",
-        "data.validation.ids.files=val.bin",
-    ],
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *SETS],
     "bf16": ["precision=bf16", "micro_batch_size=8"],
     "adamw_bf16": ["optimizer=adamw_bf16"],
     "muon": ["optimizer=muon"],

@@ -11,15 +11,8 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import trained
 from tests.runs import SMALL, checkpoint, metrics, read, train
 
-TEXT = [
-    *SMALL,
-    "trainer.max_steps=4",
-    "trainer.val_check_interval=2",
-    "data=text_files",
-    "data.train_files=train.txt",
-    "data.val_fraction=0.2",
-    "data.tokenizer=bytes",
-]
+TEXT = [*SMALL, "trainer.max_steps=4", "trainer.val_check_interval=2", "data=text_files", "data.train_files=train.txt",
+        "data.val_fraction=0.2", "data.tokenizer=bytes"]  # fmt: skip
 MIXED = ["data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.own=text_files",
          "data.sources.own.train_files=train.txt", "data.sources.own.tokenizer=bytes"]  # fmt: skip
 SETS = ["data.validation.code.files=more/*.md", "data.validation.prose={files: [prose.txt], sequences: 5}"]
