@@ -29,7 +29,7 @@ SEPARATORS = ("<|endoftext|>", END_OF_TEXT)  # they end a document, also where a
 CONFIG = "tokenizer_config.json"  # beside a tokenizer.json
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TIMEOUT_SECONDS = 10.0  # until the hub counts as out of reach
-MOST_IDS = 1 << 31  # a batch has ids as int32
+_MOST_IDS = 1 << 31  # a batch has ids as int32
 
 
 class Described(NamedTuple):
@@ -83,14 +83,14 @@ def find(name: str) -> Path:
 def _fetch(name: str) -> tuple[Path, str]:
     """Return where the hub's client keeps the tokenizer.json of a repository, and why it does not ("": it does)."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         if not isinstance(path := try_to_load_from_cache(name, FILES[0]), str):
             HfApi().model_info(name, timeout=_TIMEOUT_SECONDS)  # a download would try for half a minute
-            path = hf_hub_download(name, FILES[0])
-            with suppress(EntryNotFoundError):  # not every repository has one
+            with suppress(RemoteEntryNotFoundError):  # not every repository has one
                 hf_hub_download(name, CONFIG)
+            path = hf_hub_download(name, FILES[0])
     except Exception as error:  # the client's own, and those of its HTTP library
         reason = " ".join(str(error.__cause__ or error).split())
         return Path(name), reason[:200] or type(error).__name__
@@ -135,7 +135,7 @@ def _json(path: Path, content: dict[str, Any]) -> Described:
     tokens = content.get("added_tokens") or []
     added = {str(token["content"]): token["id"] for token in tokens if token["special"]}
     every = [*known, *(token["id"] for token in tokens)]
-    if not every or any(type(i) is not int or not 0 <= i < MOST_IDS for i in every):
+    if not every or any(type(i) is not int or not 0 <= i < _MOST_IDS for i in every):
         raise ValueError("its ids are not whole numbers from 0 on")
     name = next((name for name in SEPARATORS if name in added), None) or _eos_token(path)
     if name not in added:
