@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.engine.attempts import Attempts
+from gpt2_fp8.engine.average import WeightAverage
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.model.gpt2 import GPT2
@@ -24,10 +25,17 @@ class Evaluation:
         attempts: finds the scales that FP8 needs, if it was never trained.
         gradients: computes.
         settle: finishes the last step, whose weights are meant. Collective.
+        average: takes the place of these weights meanwhile; None: they stay.
     """
 
-    def __init__(self, attempts: Attempts, gradients: Gradients, settle: Callable[[], object]):
-        self._attempts, self._gradients, self._settle = attempts, gradients, settle
+    def __init__(
+        self,
+        attempts: Attempts,
+        gradients: Gradients,
+        settle: Callable[[], object],
+        average: WeightAverage | None = None,
+    ):
+        self._attempts, self._gradients, self._settle, self._average = attempts, gradients, settle, average
         self._batch: Fitting | None = None
         self._in_room_of_graphs = False
 
@@ -48,10 +56,14 @@ class Evaluation:
             self._gradients.release_graphs()
 
         def evaluate(size: int) -> Tensor:
-            return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
+            with self._averaged():
+                return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
 
         with self._gradients.scaling.unchanged():
             return self._batch(evaluate, self._room)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._average is None else self._average.in_place()
 
     def _sums(self, ids: Tensor) -> Tensor:
         count = (ids[:, 1:] >= 0).sum()
@@ -71,8 +83,13 @@ class Evaluation:
     def forwards(self) -> Iterator[GPT2]:
         """Enter evaluation mode for the caller's own forwards, without gradients, and return the model for them."""
         self._settle()
-        model = self._gradients.model
-        with in_mode(model, training=False), self._gradients.scaling.unchanged(), self._gradients.evaluation() as found:
+        gradients = self._gradients
+        with (
+            self._averaged(),
+            in_mode(gradients.model, training=False),
+            gradients.scaling.unchanged(),
+            gradients.evaluation() as found,
+        ):
             yield found
 
 
