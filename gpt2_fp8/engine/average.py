@@ -32,6 +32,7 @@ class WeightAverage:
         self._average = get_ema_multi_avg_fn(decay)
 
     def _own(self) -> list[Tensor]:
+        """Return what this rank has of the weights, as views."""
         return [sharding.local(weight.detach()) for weight in self._weights.values()]
 
     def begin(self) -> None:

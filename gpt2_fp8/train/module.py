@@ -172,7 +172,8 @@ class GPT2Module(pl.LightningModule):
     def _check_replicas(self) -> None:
         """Raise Drifted if ranks have different weights. Collective."""
         self.step.settle()
-        check_replicas(self.model, self.trainer.global_step)
+        average = {} if self.step.average is None else self.step.average.state_dict()
+        check_replicas(self.model, self.trainer.global_step, average.values())
 
     def _log_train_loss(self) -> None:
         """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""
