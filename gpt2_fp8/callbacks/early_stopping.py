@@ -63,8 +63,9 @@ class EarlyStop(EarlyStopping):
 
     @rank_zero_only
     def _say(self, step: int) -> None:
-        log.info("step %d is the last: val_loss has not fallen below %.4f for %d validations (%s)",
-                 step, float(self.best_score), self.wait_count, PATIENCE)  # fmt: skip
+        below = float(self.best_score) + self.min_delta  # Lightning has turned its sign
+        log.info("step %d is the last: %d validations in a row had no loss below %.4f (%s)",
+                 step, self.wait_count, below, PATIENCE)  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return Lightning's state, and the step of the newest validation in it."""

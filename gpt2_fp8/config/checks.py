@@ -174,7 +174,7 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
     yield from _check_checkpoints(config)
     if config.callbacks.ranking is not None:
         problems: list[Problem] = []
-        programs.read_ranking("callbacks.ranking", config.callbacks.ranking, problems)
+        programs.read_ranking(config.callbacks.ranking, problems, "callbacks.ranking")
         yield from problems
     for name, source in data_schema.sources_of(config.data):
         yield from (data_schema.as_named(problem, name) for problem in _check_source(source))

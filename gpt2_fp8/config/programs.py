@@ -117,7 +117,7 @@ def check_evaluate(own: EvaluateConfig) -> list[Problem]:
     """List what is wrong with the program's own keys."""
     problems = list(check_trained(own.ckpt_path, own.checkpoint))
     if own.ranking is not None:
-        read_ranking("ranking", own.ranking, problems)
+        read_ranking(own.ranking, problems)
     return [*problems, *_check_out(own.out, ranking=own.ranking)]
 
 
@@ -163,7 +163,7 @@ class Item(NamedTuple):
     label: int
 
 
-def read_ranking(key: str, file: str, problems: list[Problem]) -> list[Item]:
+def read_ranking(file: str, problems: list[Problem], key: str = "ranking") -> list[Item]:
     """Return the items of a file of HellaSwag's form (Zellers et al. 2019), which `key` names.
 
     What is wrong is added to `problems`.

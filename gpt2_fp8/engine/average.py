@@ -42,11 +42,11 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Add the weights after `step`."""
-        values, own = list(self._values.values()), self._own()
-        if step <= self._start_step:
-            torch._foreach_copy_(values, own)
-        else:
-            self._average(values, own, step)
+        if step > self._start_step:
+            self._average(list(self._values.values()), self._own(), step)
+            return
+        for value, own in zip(self._values.values(), self._own(), strict=True):
+            value.copy_(own)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "peak_memory_gb": peak_gb(None) if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
     }
     if own.ranking is not None:
-        items = programs.read_ranking("ranking", own.ranking, [])
+        items = programs.read_ranking(own.ranking, [])
         found["ranking"] = rank(module, data.tokenizer, items, config.model.n_positions, config.micro_batch)
     return found
 

@@ -198,8 +198,7 @@ class Training:
         if options.early_stopping_patience is not None:
             callbacks.append(EarlyStop(options.early_stopping_patience, options.early_stopping_min_delta))
         if options.ranking is not None and not config.trainer.fast_dev_run:
-            items = read_ranking("callbacks.ranking", options.ranking, [])
-            callbacks.append(Ranking(items, options.ranking_every_n_steps))
+            callbacks.append(Ranking(read_ranking(options.ranking, []), options.ranking_every_n_steps))
         if config.callbacks.red_flags:
             watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
             throughput.readers.append(rank_zero_only(watch.see))

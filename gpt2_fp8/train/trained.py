@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     parts: Mapping[str, Any]  # what else was asked for, and `KEY`
 
 
-def load(ckpt_path: str, which: Which, weights: Averaged) -> Trained:
+def load(ckpt_path: str, which: Which, weights: Averaged = "auto") -> Trained:
     """Return the model that these words of a program's command line mean, with remedies for that."""
     try:
         return read(find_checkpoint(Path(ckpt_path).expanduser(), which), weights=weights)

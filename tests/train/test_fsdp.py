@@ -69,8 +69,7 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, monkeypatch,
     assert weights[0] != weights[1]
     if kind == "copies":  # a forward leaves weights gathered, which must not be those of the average
         assert divided["ranking/acc"] == alone["ranking/acc"]
-        averages = [load_file(checkpoint(folder, steps) / "average.safetensors") for folder in folders]
-        torch.testing.assert_close(*averages, rtol=1e-2, atol=1e-4)
+        assert difference_of_averages(*(checkpoint(folder, steps) for folder in folders)) < 0.2
     if kind == "fp32":
         one, other = map(histograms, folders)
         assert one.keys() == other.keys()
@@ -78,6 +77,17 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, monkeypatch,
     if kind == "fp8":
         one, other = ([row[:4] for row in csv.reader((folder / "fp8.csv").open())] for folder in folders)
         assert one == other, "the steps and tensors"
+
+
+def difference_of_averages(checkpoint, other):
+    """How far an average of weights is from another, as a part of how far that is from the weights."""
+    own, theirs = (load_file(folder / "average.safetensors") for folder in (checkpoint, other))
+    weights = load_file(other / "model.safetensors")
+    assert own.keys() == theirs.keys() == weights.keys()
+    apart, behind = (
+        torch.cat([(one[name] - theirs[name]).flatten() for name in theirs]).norm() for one in (own, weights)
+    )
+    return float(apart / behind)
 
 
 def histograms(folder):
@@ -153,9 +163,7 @@ def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path):
     for folder in (tmp_path / "one", tmp_path / "outputs/run"):
         told = summary(folder)
         assert (told["ended_by"], told["steps"]) == ("callbacks.early_stopping_patience", 15)
-    averages = [load_file(checkpoint(folder, 15) / "average.safetensors") for folder in
-                (tmp_path / "one", tmp_path / "outputs/run")]  # fmt: skip
-    torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-6)
+    assert difference_of_averages(*(checkpoint(tmp_path / name, 15) for name in ("outputs/run", "one"))) < 0.01
 
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=6", "optim.lr=1e-4"]
