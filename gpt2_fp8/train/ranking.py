@@ -89,12 +89,13 @@ class Ranking(pl.Callback):
                 raise
             check_undivided(pl_module.model, "a ranking", "callbacks.ranking=null")
             told = "out of memory"
-        everyones = collectives.everyones(told)
-        for reason in everyones:
-            if isinstance(reason, str):
-                log.warning("no ranking: %s", reason)
+        sums = list[list[float]]()
+        for each in collectives.everyones(told):
+            if isinstance(each, str):
+                log.warning("no ranking: %s", each)
                 return None
-        return [everyones[place % ranks][place // ranks] for place in range(len(self._rows))]
+            sums.append(each)
+        return [sums[place % ranks][place // ranks] for place in range(len(self._rows))]
 
 
 class _StoppingError(Exception):
