@@ -152,6 +152,8 @@ def _computed_rows(found: Trained) -> dict[str, str]:
     last = f", the last {format_count(in_bf16, 'step')} in bf16" if in_bf16 else ""
     rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
     noted = pointers.read_note(found.path)
+    if found.of == "raw" and found.config.optim.ema_decay is not None:
+        noted = None  # it is the average's
     if noted is not None and noted.val_loss is not None:
         evaluated = isinstance(asked, FP8PrecisionConfig) and asked.evaluation == "bf16" and ran.startswith("fp8")
         loss = f"{noted.val_loss:.4f} nats a token, perplexity {math.exp(min(noted.val_loss, 700)):,.2f}"

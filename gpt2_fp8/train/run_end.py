@@ -233,8 +233,8 @@ def result_line(done: Summary, first_step: int) -> str:
         ("{:,.0f} tok/s", done.tokens_per_second),
     )
     found = [shown.format(value) for shown, value in known if value is not None]
-    ended = f"{done.status} by {done.ended_by}" if done.ended_by in run_length.EARLY else done.status
-    return f"{ended} {steps}: {', '.join(found)}" if found else f"{ended}: {steps}"
+    steps += f", ended by {done.ended_by}" if done.ended_by in run_length.EARLY else ""
+    return f"{done.status} {steps}: {', '.join(found)}" if found else f"{done.status}: {steps}"
 
 
 def joined_ranks() -> Meeting | None:

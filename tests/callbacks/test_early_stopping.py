@@ -3,6 +3,8 @@
 Under several ranks: tests/train/test_fsdp.py.
 """
 
+import re
+
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.reports import sweep
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
@@ -26,7 +28,7 @@ def test_a_run_ends_and_says_why_and_goes_on_with_more_patience(tmp_path, monkey
     assert (told["status"], told["exit_code"], told["ended_by"], told["steps"]) == ("completed", 0, PATIENCE, 6)
     assert list(metrics(folder)["val_loss"]) == [2, 4, 6]
     assert any(PATIENCE in line and "step 6 is the last" in line for line in caplog.messages)
-    assert any(line.startswith(f"completed by {PATIENCE} 6 steps") for line in caplog.messages)
+    assert any(re.match(rf"completed 6 steps in .*, ended by {PATIENCE}:", line) for line in caplog.messages)
     (job,) = sweep.read(tmp_path / "sweep")
     assert (job.status, f"ended by {PATIENCE}" in job.message) == ("completed", True)
     train(folder, *WORDS, "ckpt_path=last")
