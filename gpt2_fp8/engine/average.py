@@ -21,15 +21,18 @@ class WeightAverage:
 
     Args:
         model: its parameters are where they will be trained.
-        decay: from 0 to below 1.
+        decay: from 0 to below 1; None: there is no average, and evaluations have the weights.
         start_step: the last step whose weights are copied.
+
+    Attributes:
+        exists: whether there is one.
     """
 
-    def __init__(self, model: nn.Module, decay: float, start_step: int) -> None:
-        self._model, self._start_step = model, start_step
+    def __init__(self, model: nn.Module, decay: float | None, start_step: int) -> None:
+        self._model, self._start_step, self.exists = model, start_step, decay is not None
         self._weights = dict(model.named_parameters())  # of a divided model this rank's rows, now
         self._values: dict[str, Tensor] = {}  # this rank's
-        self._average = get_ema_multi_avg_fn(decay)
+        self._average = get_ema_multi_avg_fn(decay or 0.0)
 
     def _own(self) -> list[Tensor]:
         """Return what this rank has of the weights, as views."""
@@ -37,16 +40,16 @@ class WeightAverage:
 
     def begin(self) -> None:
         """Begin with the present weights, unless there is an average already."""
-        if not self._values:
+        if self.exists and not self._values:
             self._values = {name: own.clone() for name, own in zip(self._weights, self._own(), strict=True)}
 
     def update(self, step: int) -> None:
         """Add the weights after `step`."""
-        if step > self._start_step:
+        if self._values and step > self._start_step:
             self._average(list(self._values.values()), self._own(), step)
             return
-        for value, own in zip(self._values.values(), self._own(), strict=True):
-            value.copy_(own)
+        for name, value in self._values.items():
+            value.copy_(sharding.local(self._weights[name].detach()))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -83,7 +86,7 @@ class WeightAverage:
     def load_state_dict(self, saved: Mapping[str, Tensor] | None) -> None:
         """Continue from what `state_dict` has returned; None: from the weights at `begin`."""
         self._values = {}
-        if saved is not None:
+        if self.exists and saved is not None:
             self._values = {name: torch.empty_like(own) for name, own in zip(self._weights, self._own(), strict=True)}
             for name, value in self._values.items():
                 value.copy_(sharding.local(saved[name]))

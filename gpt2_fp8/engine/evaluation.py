@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,10 @@ class Evaluation:
         attempts: finds the scales that FP8 needs, if it was never trained.
         gradients: computes.
         settle: finishes the last step, whose weights are meant. Collective.
-        average: takes the place of these weights meanwhile; None: they stay.
+        average: takes the place of these weights meanwhile.
     """
 
-    def __init__(
-        self,
-        attempts: Attempts,
-        gradients: Gradients,
-        settle: Callable[[], object],
-        average: WeightAverage | None = None,
-    ):
+    def __init__(self, attempts: Attempts, gradients: Gradients, settle: Callable[[], object], average: WeightAverage):
         self._attempts, self._gradients, self._settle, self._average = attempts, gradients, settle, average
         self._batch: Fitting | None = None
         self._in_room_of_graphs = False
@@ -56,14 +50,11 @@ class Evaluation:
             self._gradients.release_graphs()
 
         def evaluate(size: int) -> Tensor:
-            with self._averaged():
+            with self._average.in_place():
                 return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
 
         with self._gradients.scaling.unchanged():
             return self._batch(evaluate, self._room)
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._average is None else self._average.in_place()
 
     def _sums(self, ids: Tensor) -> Tensor:
         count = (ids[:, 1:] >= 0).sum()
@@ -83,12 +74,12 @@ class Evaluation:
     def forwards(self) -> Iterator[GPT2]:
         """Enter evaluation mode for the caller's own forwards, without gradients, and return the model for them."""
         self._settle()
-        gradients = self._gradients
+        model, unchanged = self._gradients.model, self._gradients.scaling.unchanged
         with (
-            self._averaged(),
-            in_mode(gradients.model, training=False),
-            gradients.scaling.unchanged(),
-            gradients.evaluation() as found,
+            self._average.in_place(),
+            in_mode(model, training=False),
+            unchanged(),
+            self._gradients.evaluation() as found,
         ):
             yield found
 

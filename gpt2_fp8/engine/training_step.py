@@ -67,9 +67,9 @@ class TrainingStep:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
         share: sequences of a step that this rank computes.
         attempts: computes the gradients of a step.
-        average: of the weights, over the steps whose update was made; None without `optim.ema_decay`.
-        evaluation: computes losses and forwards between two steps, with the average if there is one; it settles the
-            last one.
+        average: of the weights, over the steps whose update was made.
+        evaluation: computes losses and forwards between two steps, with the average if it exists; it settles the last
+            one.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step. One that asks for more here has the next gradients computed again.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
@@ -96,8 +96,7 @@ class TrainingStep:
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
         self.attempts = Attempts(gradients, self.share, config.micro_batch, self._memory_of_update)
-        decay, start_step = config.optim.ema_decay, config.optim.ema_start_step
-        self.average = None if decay is None else WeightAverage(self.model, decay, start_step)
+        self.average = WeightAverage(self.model, config.optim.ema_decay, config.optim.ema_start_step)
         self.evaluation = Evaluation(self.attempts, gradients, self.settle, self.average)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
@@ -118,8 +117,7 @@ class TrainingStep:
         self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
         self.attempts.steps_in_fp8 = steps_in_fp8(config)
-        if self.average is not None:
-            self.average.begin()
+        self.average.begin()
         return self.optimizer, self.schedule
 
     def _memory_of_update(self) -> list[Tensor]:
@@ -210,7 +208,7 @@ class TrainingStep:
         self._unsettled, self._last = None, result
         self.attempts.note_settled(self.schedule.last_epoch)
         self.schedule.step()
-        if self.average is not None and not result.read().skipped:
+        if not result.read().skipped:
             self.average.update(self.schedule.last_epoch)
         done()
         for function in self.on_settled:
@@ -264,8 +262,8 @@ class TrainingStep:
         more: dict[str, Any] = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
         if self.attempts.last_in_bf16:
             more["last_in_bf16"] = self.attempts.last_in_bf16
-        if self.average is not None and (values := self.average.state_dict()):
-            more["average"] = values
+        if average := self.average.state_dict():
+            more["average"] = average
         return {"micro_batch_size": self.attempts.state_dict(), "scaling": self.scaling.state_dict(), **more}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -274,6 +272,5 @@ class TrainingStep:
             self.attempts.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
         self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
-        if self.average is not None:
-            self.average.load_state_dict(saved.get("average"))
+        self.average.load_state_dict(saved.get("average"))
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)

@@ -172,8 +172,7 @@ class GPT2Module(pl.LightningModule):
     def _check_replicas(self) -> None:
         """Raise Drifted if ranks have different weights. Collective."""
         self.step.settle()
-        average = {} if self.step.average is None else self.step.average.state_dict()
-        check_replicas(self.model, self.trainer.global_step, average.values())
+        check_replicas(self.model, self.trainer.global_step, self.step.average.state_dict().values())
 
     def _log_train_loss(self) -> None:
         """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""

@@ -20,7 +20,7 @@ from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.data.tokenizer import Tokenizer
 from gpt2_fp8.data.workers import ProgressLog
 from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
-from gpt2_fp8.runtime import collectives, rng, sharding, signals
+from gpt2_fp8.runtime import collectives, rng, signals
 
 log = logging.getLogger(__name__)
 
@@ -69,37 +69,21 @@ class Ranking(pl.Callback):
     def _log_likelihoods(self, pl_module: Any) -> list[float] | None:
         """Return the log-likelihood of each ending; None, with a line in the log, if a rank has none. Collective."""
         rank, ranks = collectives.rank_and_world()
-        divided = sharding.is_divided(pl_module.model)
         share = -(-len(self._rows) // ranks)  # a forward of a divided model is collective: as many on each rank
         own = [self._rows[min(place * ranks + rank, len(self._rows) - 1)] for place in range(share)]
 
-        def logits_of(ids: Tensor) -> Tensor:
-            if collectives.any_rank(signals.is_pending()) if divided else signals.is_pending():
-                raise _StoppingError
-            logits: Tensor = pl_module(ids)
-            return logits
-
-        told: list[float] | str
+        sums = list[float]()
         try:
-            told = log_likelihoods(logits_of, own, pl_module.step.micro_batch_size)
-        except _StoppingError:
-            told = "the run is stopping"
+            sums = log_likelihoods(pl_module, own, pl_module.step.micro_batch_size)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             check_undivided(pl_module.model, "a ranking", "callbacks.ranking=null")
-            told = "out of memory"
-        sums = list[list[float]]()
-        for each in collectives.everyones(told):
-            if isinstance(each, str):
-                log.warning("no ranking: %s", each)
-                return None
-            sums.append(each)
-        return [sums[place % ranks][place // ranks] for place in range(len(self._rows))]
-
-
-class _StoppingError(Exception):
-    """A signal has come."""
+        told = collectives.everyones(sums)
+        if not all(told):
+            log.warning("no ranking: out of memory")
+            return None
+        return [told[place % ranks][place // ranks] for place in range(len(self._rows))]
 
 
 class Row(NamedTuple):
@@ -165,10 +149,14 @@ def count_right(items: list[Item], log_likelihoods: list[float]) -> dict[str, fl
 
 
 def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows: int) -> list[float]:
-    """Return the log-likelihood of the scored ids of each row, nats. Rows of like length are computed together."""
+    """Return the log-likelihood of the scored ids of each row, nats. Rows of like length are computed together.
+
+    In a single process, a signal ends it between two of its forwards.
+    """
     order = sorted(range(len(flat)), key=lambda place: -len(flat[place].ids))  # the largest first: does it fit?
     found, done, looking = [0.0] * len(flat), 0, ProgressLog("ranking endings", len(flat))
     while done < len(order):
+        signals.look()
         looking.at(done)
         batch = order[done : done + rows]
         try:

@@ -72,8 +72,8 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
     changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
-    if ("average" in own) != (step.average is not None):
-        what = "begins with the weights of" if step.average is not None else "ends with"
+    if ("average" in own) != step.average.exists:
+        what = "begins with the weights of" if step.average.exists else "ends with"
         changes.append(f"the average of weights {what} step {checkpoint['global_step']}, by optim.ema_decay")
     for change in changes if trainer.is_global_zero else ():
         log.warning("%s", change)
