@@ -83,9 +83,9 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
 def _own_state(checkpoint: dict[str, Any], step: TrainingStep) -> dict[str, Any]:
     """Return what a checkpoint has of a training step, of the average of a divided model this rank's rows."""
     saved: dict[str, Any] = dict(checkpoint.get("training_step", {}))
-    if average := saved.get("average"):
+    if step.average.exists and "average" in saved:
         weights = dict(step.model.named_parameters())
-        saved["average"] = {name: own_part(value, weights.get(name)) for name, value in average.items()}
+        saved["average"] = {name: own_part(value, weights.get(name)) for name, value in saved["average"].items()}
     return saved
 
 
