@@ -16,7 +16,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/config/**/*.py": (2940, 19),
     "gpt2_fp8/data/**/*.py": (3310, 16),
     "gpt2_fp8/engine/**/*.py": (2334, 16),
-    "gpt2_fp8/kernels/**/*.py": (3093, 19),
+    "gpt2_fp8/kernels/**/*.py": (3100, 19),
     "gpt2_fp8/layers/**/*.py": (1979, 12),
     "gpt2_fp8/measure/**/*.py": (682, 4),
     "gpt2_fp8/model/**/*.py": (830, 7),
@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1752, 13),
     "gpt2_fp8/train/**/*.py": (3649, 19),
 }
-OTHERS = {"tests/**/*.py": 29944, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
+OTHERS = {"tests/**/*.py": 30033, "docs/*.md": 2372, "README.md": 149, "ARCHITECTURE.md": 226, "CHANGELOG.md": 14}
 
 
 def lines(pattern: str) -> list[int]:

@@ -70,7 +70,8 @@ def find(name: str) -> Path:
         found, reason = _fetch(name)
         if reason:
             cause = f"data.tokenizer={name}: no file or folder here, and not to be had from the hub: {reason}"
-            raise UserError.of(cause, f"hf download {name} {FILES[0]} {CONFIG}, where there is a network")
+            before = f"without a network, first: hf download {name} {FILES[0]} {CONFIG}"
+            raise UserError.of(cause, f"check the name, and HF_TOKEN if it is gated; {before}")
         return found
     if not name.strip() or not os.path.isfile(found):
         what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no file"
@@ -92,7 +93,7 @@ def _fetch(name: str) -> tuple[Path, str]:
                 hf_hub_download(name, CONFIG)
             path = hf_hub_download(name, FILES[0])
     except Exception as error:  # the client's own, and those of its HTTP library
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = " ".join(str(error).split())
         return Path(name), reason[:200] or type(error).__name__
     return Path(path), ""
 
