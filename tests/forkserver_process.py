@@ -16,12 +16,13 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
-from tests import forkserver
+from tests import forkserver, once
 
 PRELOADED = (
     *("gpt2_fp8.train.fit", "gpt2_fp8.layers.block", "hydra._internal.hydra", "pyarrow.parquet", "tiktoken"),
@@ -35,9 +36,16 @@ def main() -> None:
     with mock.patch.object(importlib.metadata, "version", _version):
         for name in PRELOADED:
             importlib.import_module(name)
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     from gpt2_fp8 import compose
 
-    compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
+    once.remember()
+    for trainer in ("cpu", "ddp", "fsdp"):
+        compose.preflight([f"trainer={trainer}"])  # and Hydra has found its plugins
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its libraries down one by one
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # torch's reads sources
     assert "huggingface_hub" not in sys.modules, "it reads its variables when it is imported"
     gc.collect()
     gc.freeze()  # a collection in a forked process passes over all of it
