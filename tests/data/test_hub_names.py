@@ -74,7 +74,7 @@ def test_what_a_name_does_not_tell_is_refused_at_once(client: Client, repo: str,
     assert not answer["waits"]
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", pytest.param("HF_DATASETS_OFFLINE", marks=pytest.mark.slow)])
 def test_without_a_network_the_clients_cache_is_the_same_text(
     hub: Hub, client: Client, tmp_path: Path, variable: str
 ) -> None:
