@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.metadata
@@ -14,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import termios
 import threading
 import time
 import weakref
@@ -22,6 +25,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
+from gpt2_fp8.compose.composition import open_catalog
+from gpt2_fp8.config.errors import UserError
 from tests import forkserver, once
 
 PRELOADED = (
@@ -38,11 +43,8 @@ def main() -> None:
             importlib.import_module(name)
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from gpt2_fp8 import compose
-
     once.remember()
-    for trainer in ("cpu", "ddp", "fsdp"):
-        compose.preflight([f"trainer={trainer}"])  # and Hydra has found its plugins
+    _compose(["trainer=cpu"])  # and Hydra has found its plugins
     for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch takes its libraries down one by one
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # torch's reads sources
@@ -65,10 +67,19 @@ def serve(connection: socket.socket) -> None:
         message, streams, *_ = socket.recv_fds(connection, forkserver.MOST, 3)
         if not message:
             return
-        child = _fork_for_another(json.loads(message), connection, streams)
+        request = json.loads(message)
+        _compose([word for word in request["words"] if once.GROUP.match(word)])
+        child = _fork_for_another(request, connection, streams)
         for stream in streams:
             os.close(stream)
         connection.send(str(child).encode())
+
+
+def _compose(choices: list[str]) -> None:
+    """Have what a run's choices come to remembered here, for the run and its ranks."""
+    with contextlib.suppress(UserError), open_catalog() as catalog:  # the run says what is wrong
+        if choices and ("config", tuple(choices)) not in once.known:
+            catalog.compose(choices)
 
 
 def _fork_for_another(request: dict[str, Any], connection: socket.socket, streams: list[int]) -> int:
@@ -137,6 +148,8 @@ def _take_place(request: dict[str, Any], streams: list[int]) -> None:
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
+    if request["session"] and os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C there is for this session
     sys.stdin = open(0)  # noqa: SIM115
     tempfile.tempdir = None  # TMPDIR may be another
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]  # read when Lightning is imported

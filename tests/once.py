@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
-_GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
+GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
 _APART = re.compile(r"[~+]*hydra(/|\.searchpath|\.job\.(config|env))")
-_known: dict[tuple[str, tuple[str, ...]], bytes] = {}
+known: dict[tuple[str, tuple[str, ...]], bytes] = {}
 original_load = OmegaConf.load
 original_compose = ConfigLoaderImpl._load_configuration_impl
 
@@ -63,7 +63,7 @@ def compose(
     validate_sweep_overrides: bool = True,
 ) -> DictConfig:  # fmt: skip
     """Compose as Hydra's loader does, and remember what choices among the project's own files come to."""
-    choices = tuple(word for word in overrides if _GROUP.match(word))
+    choices = tuple(word for word in overrides if GROUP.match(word))
     path = [(entry.provider, entry.path.removeprefix("file://")) for entry in loader.get_search_path().get_path()]
     if path != _PATH or any(_APART.match(word) for word in overrides) or any("$" in word for word in choices):
         return original_compose(loader, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
@@ -85,10 +85,10 @@ def compose(
 
 def remembered(loader: ConfigLoaderImpl, config_name: str, choices: tuple[str, ...]) -> bytes:
     """Return a pickle of what is composed: a copy from it takes a sixth of a deep copy's time."""
-    if (config_name, choices) not in _known:
+    if (config_name, choices) not in known:
         cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
-        _known[config_name, choices] = pickle.dumps(cfg)
-    return _known[config_name, choices]
+        known[config_name, choices] = pickle.dumps(cfg)
+    return known[config_name, choices]
 
 
 def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:

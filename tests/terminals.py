@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import select
-import signal
 import struct
 import sys
 import termios
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyte
+
+from tests.forkserver import Popen
 
 LINES = 200  # of the screen; nothing scrolls away
 
@@ -27,16 +28,14 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self.written = b""
         self.began = time.monotonic()
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(cwd)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            chosen = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            chosen |= environment or {}
-            clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-            os.execve(sys.executable, [sys.executable, *map(str, words)], clean | chosen)
+        self._fd, terminal = pty.openpty()
         self.resize(columns)
+        chosen = {"TERM": "xterm-256color", **(environment or {})}
+        clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        command = [sys.executable, *map(str, words)]
+        self.process = Popen(command, cwd=cwd, env=clean | chosen, start_new_session=True, **streams)
+        os.close(terminal)
 
     @property
     def text(self) -> list[str]:
@@ -65,9 +64,13 @@ class Terminal:
             if not self._read():
                 break
         else:
-            os.kill(self.pid, signal.SIGKILL)
+            self.process.kill()
+        return self.hang_up()
+
+    def hang_up(self) -> int:
+        """Close the terminal; returns the exit code."""
         os.close(self._fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.process.wait(120)
 
     def _read(self) -> bool:
         if not select.select([self._fd], [], [], 0.2)[0]:
