@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
 GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
-_APART = re.compile(r"[~+]*hydra(/|\.searchpath|\.job\.(config|env))")
+_APART = re.compile(r"[~+]*hydra\.(searchpath|job\.(config|env))")
 known: dict[tuple[str, tuple[str, ...]], bytes] = {}
 original_load = OmegaConf.load
 original_compose = ConfigLoaderImpl._load_configuration_impl
@@ -77,7 +77,7 @@ def compose(
     values = [word for word in typed if word.input_line not in choices and not word.is_sweep_override()]
     loader._apply_overrides_to_config(values, cfg)
     own = [word for word in typed if not word.is_hydra_override()]
-    cfg.hydra.overrides.hydra += [word.input_line for word in typed if word.is_hydra_override()]
+    cfg.hydra.overrides.hydra = [word.input_line for word in typed if word.is_hydra_override()]
     cfg.hydra.overrides.task = [word.input_line for word in own]
     cfg.hydra.job.override_dirname = get_overrides_dirname(own, **cfg.hydra.job.config.override_dirname)
     return cfg
