@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import os
 import pickle
 import re
@@ -56,6 +57,8 @@ def remember() -> None:
     """Have Hydra compose the same choices once in this process, and in those that are forked from it afterwards."""
     ConfigLoaderImpl._load_configuration_impl = compose  # type: ignore[method-assign]
     OmegaConf.load = load  # type: ignore[method-assign]
+    importlib.metadata.version = functools.cache(importlib.metadata.version)  # what is installed stays the same
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
 def compose(
