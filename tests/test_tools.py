@@ -18,7 +18,13 @@ WORDS = [
     ["seed=3", "model=gpt2", "++optim.lr=0.1", "++recipe.margin=3", "++precision.keep_bf16=[head]", "++tags.a=1"],
     ["data=mixture", "+data@data.sources.web=fineweb", "++data.sources.web.repo=x/y", "++a.b={c: [1, d]}"],
     ["trainer=ddp", "hydra.run.dir=x", "hydra.job.name=rank_1", "hydra.output_subdir=null", "run_name=a${data.seed}"],
-    ["hydra/launcher=joblib", "experiment=glob(tiny*)", "seed=1,2", "hydra.mode=MULTIRUN", "hydra.sweep.dir=q${hydra:job.num}"],
+    [
+        "hydra/launcher=joblib",
+        "experiment=glob(tiny*)",
+        "seed=1,2",
+        "hydra.mode=MULTIRUN",
+        "hydra.sweep.dir=q${hydra:job.num}",
+    ],
 ]
 
 

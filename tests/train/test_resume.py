@@ -31,7 +31,13 @@ CASES = {
     "within documents": [*DOCUMENTS, *EMULATED, *PENALTIES],
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
     "torchao": [*TORCHAO, *TWO_BLOCKS],
-    "every option": [*QWEN, "precision=bf16", "micro_batch_size=8", "model.dropout=0.1", "activation_checkpointing=mlp"],
+    "every option": [
+        *QWEN,
+        "precision=bf16",
+        "micro_batch_size=8",
+        "model.dropout=0.1",
+        "activation_checkpointing=mlp",
+    ],
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
     "a mixture": MIXTURE,
 }
