@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import hashlib
 import importlib.metadata
 import os
 import pickle
 import re
+import shutil
 import sys
+import tempfile
 from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
 GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
+_SHARED = "COMPOSED_ONCE"  # the variable of a folder where pytest's processes leave to each other what is composed
 _APART = re.compile(r"[~+]*hydra\.(searchpath|job\.(config|env))")
 known: dict[tuple[str, tuple[str, ...]], bytes] = {}
 original_load = OmegaConf.load
@@ -49,6 +54,9 @@ class OldObjects:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if _SHARED not in os.environ:  # of pytest's processes the first
+        os.environ[_SHARED] = folder = tempfile.mkdtemp()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.pluginmanager.register(OldObjects())
     remember()
 
@@ -88,10 +96,18 @@ def compose(
 
 def remembered(loader: ConfigLoaderImpl, config_name: str, choices: tuple[str, ...]) -> bytes:
     """Return a pickle of what is composed: a copy from it takes a sixth of a deep copy's time."""
-    if (config_name, choices) not in known:
-        cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
-        known[config_name, choices] = pickle.dumps(cfg)
-    return known[config_name, choices]
+    if (key := (config_name, choices)) not in known:
+        shared = Path(os.environ.get(_SHARED, "none"), hashlib.sha256(repr(key).encode()).hexdigest())
+        if not shared.exists():
+            cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
+            known[key] = pickle.dumps(cfg)
+            with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=shared.parent) as file:
+                file.write(known[key])
+                file.flush()
+                os.link(file.name, shared)
+        else:
+            known[key] = shared.read_bytes()
+    return known[key]
 
 
 def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:
