@@ -315,7 +315,8 @@ def test_a_mistake_is_said_once_before_torch(tmp_path):
 def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
     """As with NCCL, which does not tell it that a rank is gone."""
     patch = fault(1, 9, 'raise RuntimeError("the roof fell in")') + (
-        "\nfrom gpt2_fp8.runtime import collectives\nlargest = collectives.largest\n"
+        "\nfrom gpt2_fp8.runtime import collectives, rendezvous\nlargest = collectives.largest\n"
+        "rendezvous.GRACE_SECONDS = 1.0\n"
         "def hang(value):\n    try:\n        return largest(value)\n    except RuntimeError:\n        time.sleep(600)\n"
         "collectives.largest = hang\n"
     )
