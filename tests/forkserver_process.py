@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -25,8 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
-from gpt2_fp8.compose.composition import open_catalog
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8 import compose
 from tests import forkserver, once
 
 PRELOADED = (
@@ -44,7 +42,7 @@ def main() -> None:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     once.remember()
-    _compose(["trainer=cpu"])  # and Hydra has found its plugins
+    compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
     for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch takes its libraries down one by one
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # torch's reads sources
@@ -67,19 +65,10 @@ def serve(connection: socket.socket) -> None:
         message, streams, *_ = socket.recv_fds(connection, forkserver.MOST, 3)
         if not message:
             return
-        request = json.loads(message)
-        _compose([word for word in request["words"] if once.GROUP.match(word)])
-        child = _fork_for_another(request, connection, streams)
+        child = _fork_for_another(json.loads(message), connection, streams)
         for stream in streams:
             os.close(stream)
         connection.send(str(child).encode())
-
-
-def _compose(choices: list[str]) -> None:
-    """Have what a run's choices come to remembered here, for the run and its ranks."""
-    with contextlib.suppress(UserError), open_catalog() as catalog:  # the run says what is wrong
-        if choices and ("config", tuple(choices)) not in once.known:
-            catalog.compose(choices)
 
 
 def _fork_for_another(request: dict[str, Any], connection: socket.socket, streams: list[int]) -> int:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
-GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
+_GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
 _SHARED = "COMPOSED_ONCE"  # the variable of a folder where pytest's processes leave to each other what is composed
 _APART = re.compile(r"[~+]*hydra\.(searchpath|job\.(config|env))")
-known: dict[tuple[str, tuple[str, ...]], bytes] = {}
+_known: dict[tuple[str, tuple[str, ...]], bytes] = {}
 original_load = OmegaConf.load
 original_compose = ConfigLoaderImpl._load_configuration_impl
 
@@ -74,7 +74,7 @@ def compose(
     validate_sweep_overrides: bool = True,
 ) -> DictConfig:  # fmt: skip
     """Compose as Hydra's loader does, and remember what choices among the project's own files come to."""
-    choices = tuple(word for word in overrides if GROUP.match(word))
+    choices = tuple(word for word in overrides if _GROUP.match(word))
     path = [(entry.provider, entry.path.removeprefix("file://")) for entry in loader.get_search_path().get_path()]
     if path != _PATH or any(_APART.match(word) for word in overrides) or any("$" in word for word in choices):
         return original_compose(loader, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
@@ -96,18 +96,17 @@ def compose(
 
 def remembered(loader: ConfigLoaderImpl, config_name: str, choices: tuple[str, ...]) -> bytes:
     """Return a pickle of what is composed: a copy from it takes a sixth of a deep copy's time."""
-    if (key := (config_name, choices)) not in known:
-        shared = Path(os.environ.get(_SHARED, "none"), hashlib.sha256(repr(key).encode()).hexdigest())
-        if not shared.exists():
-            cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
-            known[key] = pickle.dumps(cfg)
-            with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=shared.parent) as file:
-                file.write(known[key])
-                file.flush()
-                os.link(file.name, shared)
-        else:
-            known[key] = shared.read_bytes()
-    return known[key]
+    if (key := (config_name, choices)) in _known:
+        return _known[key]
+    shared = Path(os.environ.get(_SHARED, "none"), hashlib.sha256(repr(key).encode()).hexdigest())
+    if shared.exists():
+        return _known.setdefault(key, shared.read_bytes())
+    cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=shared.parent) as file:
+        file.write(pickle.dumps(cfg))
+        file.flush()
+        os.link(file.name, shared)
+    return _known.setdefault(key, pickle.dumps(cfg))
 
 
 def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:
