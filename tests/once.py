@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
 _GROUP = re.compile(rf"~|\+*({'|'.join(path.name for path in conf_dir().iterdir() if path.is_dir())})[=@/]")
-_SHARED = "COMPOSED_ONCE"  # the variable of a folder where pytest's processes leave to each other what is composed
 _APART = re.compile(r"[~+]*hydra\.(searchpath|job\.(config|env))")
-_known: dict[tuple[str, tuple[str, ...]], bytes] = {}
+if "COMPOSED_ONCE" not in os.environ:  # of pytest's processes the first
+    os.environ["COMPOSED_ONCE"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["COMPOSED_ONCE"], ignore_errors=True)
+_SHARED = Path(os.environ["COMPOSED_ONCE"])  # where they leave to each other what is composed
 original_load = OmegaConf.load
 original_compose = ConfigLoaderImpl._load_configuration_impl
 
@@ -54,9 +57,6 @@ class OldObjects:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _SHARED not in os.environ:  # of pytest's processes the first
-        os.environ[_SHARED] = folder = tempfile.mkdtemp()
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.pluginmanager.register(OldObjects())
     remember()
 
@@ -96,17 +96,15 @@ def compose(
 
 def remembered(loader: ConfigLoaderImpl, config_name: str, choices: tuple[str, ...]) -> bytes:
     """Return a pickle of what is composed: a copy from it takes a sixth of a deep copy's time."""
-    if (key := (config_name, choices)) in _known:
-        return _known[key]
-    shared = Path(os.environ.get(_SHARED, "none"), hashlib.sha256(repr(key).encode()).hexdigest())
+    shared = _SHARED / hashlib.sha256(repr((config_name, choices)).encode()).hexdigest()
     if shared.exists():
-        return _known.setdefault(key, shared.read_bytes())
+        return shared.read_bytes()
     cfg = original_compose(loader, config_name, list(choices), RunMode.RUN, validate_sweep_overrides=False)
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=shared.parent) as file:
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=_SHARED) as file:
         file.write(pickle.dumps(cfg))
         file.flush()
         os.link(file.name, shared)
-    return _known.setdefault(key, pickle.dumps(cfg))
+    return pickle.dumps(cfg)
 
 
 def load(file: str | Path | IO[str]) -> DictConfig | ListConfig:

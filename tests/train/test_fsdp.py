@@ -21,15 +21,11 @@ EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 # A low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference.
 ONE = ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_every_n_steps=6"]
 FP8 = [*EMULATED, *LLAMA, "recipe=delayed", "precision.bf16_last_steps=5", "activation_checkpointing=full"]
+COPIES = ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"]
 KINDS = {
     "fp32": (2, 18, ONE, []),
     "fp8": (2, 12, FP8, ["trainer.gather=bfloat16"]),
-    "copies": (
-        4,
-        6,
-        ["precision=bf16", "micro_batch_size=1"],
-        ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"],
-    ),
+    "copies": (4, 6, ["precision=bf16", "micro_batch_size=1"], COPIES),
 }
 DIGEST = """
 import hashlib
