@@ -10,7 +10,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pyte
@@ -21,31 +21,24 @@ LINES = 200  # of the screen; nothing scrolls away
 
 
 class Terminal:
-    """`python WORDS` in a terminal of `columns`. The bytes that it has written are in `written`."""
+    """`python WORDS` in a terminal of `columns`."""
 
-    def __init__(self, *words: object, cwd: Path, columns: int = 120, environment: Mapping[str, str] | None = None):
+    def __init__(self, *words: object, cwd: Path, columns: int = 120):
         self.screen = pyte.Screen(columns, LINES)
         self._stream = pyte.ByteStream(self.screen)
-        self.written = b""
-        self.began = time.monotonic()
         self._fd, terminal = pty.openpty()
-        self.resize(columns)
-        chosen = {"TERM": "xterm-256color", **(environment or {})}
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
         clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-        command = [sys.executable, *map(str, words)]
-        self.process = Popen(command, cwd=cwd, env=clean | chosen, start_new_session=True, **streams)
+        self.process = Popen(
+            [sys.executable, *map(str, words)], cwd=cwd, env=clean | {"TERM": "xterm-256color"},
+            start_new_session=True, stdin=terminal, stdout=terminal, stderr=terminal,
+        )  # fmt: skip
         os.close(terminal)
 
     @property
     def text(self) -> list[str]:
         """The rows of the screen that have something on them."""
         return [row.rstrip() for row in self.screen.display if row.strip()]
-
-    def resize(self, columns: int) -> None:
-        """Make the terminal as wide as this; the program gets SIGWINCH."""
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
-        self.screen.resize(LINES, columns)
 
     def press(self, keys: bytes) -> None:
         os.write(self._fd, keys)
@@ -79,6 +72,5 @@ class Terminal:
             data = os.read(self._fd, 1 << 16)
         except OSError:  # the other end is closed
             return False
-        self.written += data
         self._stream.feed(data)
         return bool(data)

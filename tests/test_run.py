@@ -49,9 +49,8 @@ def test_a_signal_ends_a_whole_sweep(tmp_path):
     assert code == 130, output
     assert summary(tmp_path / "outputs/sweep/0")["status"] == "stopped"
     assert not (tmp_path / "outputs/sweep/1").exists()
-    assert [(row["seed"], row["status"]) for row in rows_of(tmp_path / "outputs/sweep")] == [
-        ("1", "stopped"), ("2", "not run"),
-    ]  # fmt: skip
+    rows = [(row["seed"], row["status"]) for row in rows_of(tmp_path / "outputs/sweep")]
+    assert rows == [("1", "stopped"), ("2", "not run")]
     assert "Sweep of 2 jobs: 1 stopped, 1 not run" in output
 
 

@@ -49,8 +49,7 @@ def trained(step, steps, health=None):
 
 CASES = [
     [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"],
-    pytest.param([EMULATED, "recipe=current"], marks=pytest.mark.slow),
-    pytest.param([EMULATED, "recipe=block"], marks=pytest.mark.slow),
+    *(pytest.param([EMULATED, f"recipe={name}"], marks=pytest.mark.slow) for name in ("current", "block")),
     [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
     ["precision.backend=torchao", "recipe=current"],
 ]

@@ -8,12 +8,11 @@ from gpt2_fp8.train.module import GPT2Module
 from tests.runs import SMALL, checkpoint, summary, train
 from tests.train.test_resume import QWEN
 
-BASE = [*SMALL, *QWEN]
+BASE = [*SMALL, *QWEN, "precision=bf16"]
 
 
 def test_text_compiles_and_the_checkpoint_computes_alone(tmp_path):
-    few = ["trainer.max_steps=4", "trainer.val_check_interval=4", "callbacks.sample_tokens=4"]
-    train(tmp_path / "run", *few, "precision=bf16", "compile=true", base=BASE)
+    train(tmp_path / "run", "callbacks.sample_tokens=4", "trainer.max_steps=4", "compile=true", base=BASE)
     module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 4))
     assert module.config.model.rope_scaling == 8
     assert module.model.head.weight is not module.model.tokens.weight

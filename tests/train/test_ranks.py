@@ -145,17 +145,17 @@ TWENTY = [
     "callbacks.sample_tokens=4", "logger.histograms_every_n_steps=5", "callbacks.fp8_health_every_n_steps=5",
 ]  # fmt: skip
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
-CURRENT = [*EMULATED, "recipe=current", "optimizer=adamw_bf16"]
 KINDS = {
     "fp32": ["precision=fp32", "optimizer=muon"],
     "delayed": [*EMULATED, "recipe=delayed", "precision.bf16_last_steps=5"],
+    "current": [*EMULATED, "recipe=current", "optimizer=adamw_bf16"],
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param("current", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=[pytest.mark.slow] * (n == "current")) for n in KINDS])
 def test_twenty_steps_of_two_processes_are_those_of_one(tmp_path, monkeypatch, kind):
     """With every optimizer, and with all that rank 0 does alone. Weights that differ between ranks end a run."""
-    words = [*TWENTY, *KINDS.get(kind, CURRENT)]
+    words = [*TWENTY, *KINDS[kind]]
     buckets = "\nfrom gpt2_fp8.engine import exchange\nexchange.BUCKET_BYTES = 1 << 14\n"  # several
     output = run(tmp_path, *TWO, *words, "run_name=run", patch=TOKENS + buckets)
     (tmp_path / "alone").mkdir()
@@ -315,8 +315,8 @@ def test_a_mistake_is_said_once_before_torch(tmp_path):
 def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
     """As with NCCL, which does not tell it that a rank is gone."""
     patch = fault(1, 9, 'raise RuntimeError("the roof fell in")') + (
-        "\nfrom gpt2_fp8.runtime import collectives, rendezvous\nlargest = collectives.largest\n"
-        "rendezvous.GRACE_SECONDS = 1.0\n"
+        "\nfrom gpt2_fp8.runtime import collectives, rendezvous\n"
+        "largest, rendezvous.GRACE_SECONDS = collectives.largest, 1.0\n"
         "def hang(value):\n    try:\n        return largest(value)\n    except RuntimeError:\n        time.sleep(600)\n"
         "collectives.largest = hang\n"
     )
@@ -394,15 +394,6 @@ def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
 # ---- ranks that do not fit together ------------------------------------------------------------------------------
 
 
-def refused(ends, cause):
-    """All ranks have refused, and one of them has said why, once."""
-    assert [code for code, _ in ends] == [2] * len(ends), ends
-    said = "".join(output for _, output in ends)
-    assert said.count("error:") == 1, said
-    assert re.search(cause, said), said
-    assert "Traceback" not in said
-
-
 OTHER = """
 from gpt2_fp8.train import fit
 if os.environ["RANK"] == "1":
@@ -439,17 +430,21 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path):
     assert "rank 1 does not see the run's folder of rank 0" in said
 
 
-def test_a_step_that_three_processes_cannot_share(tmp_path):
-    refused(tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3), "a step of 8 sequences does not divide")
-    assert not (tmp_path / "outputs").exists()
+REFUSED = [
+    (3, [], "", "a step of 8 sequences does not divide"), (2, [], ONE_GPU, "the ranks . and . are on one GPU"),
+    (2, ["-m", "seed=1,2"], "", "-m in each of 2 processes"),
+]  # fmt: skip
 
 
-def test_two_ranks_on_one_gpu(tmp_path):
-    refused(tasks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=ONE_GPU), "the ranks . and . are on one GPU")
-
-
-def test_a_sweep_in_every_process(tmp_path):
-    refused(tasks(tmp_path, by_hand(), "-m", *WORDS, "seed=1,2"), "-m in each of 2 processes")
+@pytest.mark.parametrize(("count", "words", "patch", "cause"), REFUSED)
+def test_ranks_that_do_not_fit_refuse_and_one_says_why(tmp_path, count, words, patch, cause):
+    ends = tasks(tmp_path, by_hand(count), *WORDS, *words, patch=patch, count=count)
+    assert [code for code, _ in ends] == [2] * count, ends
+    said = "".join(output for _, output in ends)
+    assert said.count("error:") == 1, said
+    assert re.search(cause, said), said
+    assert "Traceback" not in said
+    assert patch or not (tmp_path / "outputs").exists()
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):

@@ -41,7 +41,6 @@ CASES = {
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
     "a mixture": MIXTURE,
 }
-SLOW = ["compiled"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,7 @@ def _text(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in CASES])
 def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
     if case == "torchao":
         request.getfixturevalue("emulating_torchao")
