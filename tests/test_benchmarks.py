@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_other_programs(script):
 def test_power(script, capsys):
     assert script("power").main(["--seconds", "0.1", "--warmup", "1", "--", *SMALL, "precision=fp32"]) == 0
     assert "tokens/s, the median of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_time_of_an_update(script, capsys, optimizer):
+    words = ["--repeats", "1", "--", *SMALL, "precision=fp32", f"optimizer={optimizer}"]
+    assert script("update_time").main(words) == 0
+    assert re.fullmatch(r"\S+ update: \d+\.\d\d ms\n", capsys.readouterr().out)
 
 
 def test_the_error_of_gradients(script, tmp_path, capsys):

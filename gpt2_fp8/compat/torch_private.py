@@ -125,20 +125,9 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     torch._foreach_add_(every, [number] * len(every) if isinstance(number, Tensor) else number)
 
 
+MUON_COEFFICIENTS, MUON_EPS = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C), muon.EPS
+
+
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1."""
-    coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
-    return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, muon.EPS)
-
-
-def orthogonalize_batch(matrices: Tensor, steps: int) -> Tensor:
-    """Compute `orthogonalize` of each of `matrices`, bfloat16 [number, rows, columns], in batched products."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=muon.EPS)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(
-            x, torch.baddbmm(gram, gram, gram, beta=muon.DEFAULT_B, alpha=muon.DEFAULT_C), x, beta=muon.DEFAULT_A
-        )
-    return (x.mT if is_tall else x).contiguous()
+    return muon._zeropower_via_newtonschulz(matrix, MUON_COEFFICIENTS, steps, MUON_EPS)

@@ -189,7 +189,9 @@ ALIASES = {
     "num_gpus": "trainer.devices", "world_size": "trainer.devices", "dtype": "precision=bf16, fp32 or fp8_hybrid",
     "use_fp8": "precision=fp8_hybrid", "fp8_recipe": "recipe=delayed, current or block",
     "wandb_project": "logger.wandb.project, with logger=[default,wandb]", "muon_lr": "optimizer.matrix_lr",
-    "max_new_tokens": "tokens", "num_return_sequences": "samples",
+    "ema": "optim.ema_decay", "patience": "callbacks.early_stopping_patience",
+    "early_stopping": "callbacks.early_stopping_patience", "max_new_tokens": "tokens",
+    "num_return_sequences": "samples",
 }  # fmt: skip
 
 

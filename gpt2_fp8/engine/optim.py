@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt2_fp8.compat.torch_private import orthogonalize, orthogonalize_batch, skip_on_host, skip_where, skips_where
+from gpt2_fp8.compat.torch_private import orthogonalize, skip_on_host, skip_where, skips_where
 from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, OptimizerConfig, RegisteredOptimizer
 from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
@@ -151,11 +151,8 @@ class MuonAdamW(Optimizer):
         for matrix in own:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        if own and own[0].is_cuda:
-            self._update_together(own, matrices)
-        else:
-            for matrix in own:
-                self._update(matrix, matrix.grad, matrices)
+        for matrix in self._update_together(own, matrices):
+            self._update(matrix, matrix.grad, matrices)
         return loss
 
     def _update(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
@@ -164,30 +161,36 @@ class MuonAdamW(Optimizer):
         nesterov = gradient.lerp(after, group["momentum"])
         new = matrix * (1 - group["lr"] * group["weight_decay"])
         for part, update in zip(self._split(matrix, new), self._split(matrix, nesterov), strict=True):
-            part.add_(orthogonalize(update, group["ns_steps"]), alpha=-_rate(part, group))
+            part.add_(orthogonalize(update, group["ns_steps"]), alpha=-_rate(part.shape, group))
         skip = skips_where(self)
         for kept, changed in ((before, after), (matrix, new)):
             kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))
 
-    def _update_together(self, matrices: list[Any], group: dict[str, Any]) -> None:
-        """Update matrices on a GPU, those of one shape in one batch, which needs the host for far fewer launches."""
-        from gpt2_fp8.kernels import muon
+    def _update_together(self, matrices: list[Any], group: dict[str, Any]) -> list[Any]:
+        """Update matrices on a GPU, those of one shape in a few launches. Returns those that kernels do not take."""
+        if not matrices or not matrices[0].is_cuda:
+            return matrices
+        from gpt2_fp8.kernels import muon, newton_schulz
 
         skip = skips_where(self)
         skip = torch.zeros(1, device=matrices[0].device) if skip is None else skip
+        left = []
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for matrix in matrices:
-            each = (self._split(matrix, of) for of in (matrix, matrix.grad, self.state[matrix]["momentum_buffer"]))
-            for part in zip(*each, strict=True):
+            each = (self._split(matrix, of) for of in (matrix.grad, self.state[matrix]["momentum_buffer"], matrix))
+            parts = list(zip(*each, strict=True))
+            if not all(newton_schulz.takes(part[0].shape) and muon.takes(*part) for part in parts):
+                left.append(matrix)
+                continue
+            for part in parts:
                 by_shape.setdefault(part[0].shape, []).append(part)
-        batches = [batch for parts in by_shape.values() for batch in _batches(parts)]
-        for parts in batches:
-            updates = torch.empty(len(parts), *parts[0][0].shape, dtype=torch.bfloat16, device=skip.device)
-            for (_, gradient, buffer), update in zip(parts, updates, strict=True):
-                muon.accumulate(gradient.contiguous(), buffer, update, skip, group["momentum"])
-            updates = orthogonalize_batch(updates, group["ns_steps"])
-            for (weights, _, _), update in zip(parts, updates, strict=True):
-                muon.apply(weights, update, skip, 1 - group["lr"] * group["weight_decay"], _rate(weights, group))
+        for batch in (batch for parts in by_shape.values() for batch in _batches(parts)):
+            addresses, shape = muon.put_addresses(batch), batch[0][0].shape
+            updates = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=skip.device)
+            muon.accumulate(addresses, updates, skip, group["momentum"])
+            updates = newton_schulz.orthogonalize_batch(updates, group["ns_steps"])
+            muon.apply(addresses, updates, skip, 1 - group["lr"] * group["weight_decay"], _rate(shape, group))
+        return left
 
     def _split(self, matrix: Tensor, of: Tensor) -> tuple[Tensor, ...]:
         """Return views of what `of`, of the shape of `matrix`, has of each matrix in it."""
@@ -201,8 +204,8 @@ def _batches(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[list[tuple[
         yield parts[start : start + most]
 
 
-def _rate(matrix: Tensor, group: dict[str, Any]) -> float:
-    return float(group["lr"]) * _LIKE_ADAMW * math.sqrt(max(matrix.shape))
+def _rate(shape: torch.Size, group: dict[str, Any]) -> float:
+    return float(group["lr"]) * _LIKE_ADAMW * math.sqrt(max(shape))
 
 
 def learning_rate_factor(step: int, config: OptimConfig, max_steps: int) -> float:

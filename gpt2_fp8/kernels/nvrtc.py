@@ -68,8 +68,7 @@ class Kernel:
     ):
         from cuda.bindings import driver
 
-        source = "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
-        self._kernel = _compile(source, constants, device.index).get_kernel(name)
+        self._kernel = _compile(source_of(name), constants, device.index).get_kernel(name)
         self._threads, self._shared_bytes, self._device = threads, shared_bytes, device.index
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, device.index)
@@ -111,6 +110,11 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def source_of(name: str) -> str:
+    """Read a kernel with all that it includes."""
+    return "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
 
 
 def _source(file: str) -> str:

@@ -24,10 +24,12 @@ from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.nvrtc import SHARED_BYTES
 
-ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; LINE: bytes copied together; as in `cuda/product.cuh`
+ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; LINE: bytes copied together
 WARPGROUPS = 3  # that multiply, and hide each other's epilogues
 FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than two kernels
-CODES, CODE_OF_ZERO = 202, 26  # a code is CODES gelu' + CODE_OF_ZERO, rounded; as in `cuda/gelu.cuh`
+CODES, CODE_OF_ZERO = 202, 26  # a code is CODES gelu' + CODE_OF_ZERO, rounded
+_TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "LINE": LINE, "WARPGROUPS": WARPGROUPS}
+_TILE |= {"CODES": CODES, "CODE_OF_ZERO": CODE_OF_ZERO}
 
 # A head without logits (`probabilities`)
 STAGED = ROWS * COLUMNS  # bytes of a tile whose transpose waits in shared memory, for each warp group
@@ -113,7 +115,7 @@ def product_kernel(
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, b)), "whole lines at multiples of 16 bytes"
     assert all(t.dtype == torch.float32 and t.numel() == 1 for t in scales)
     shape = shape_of(k, staged)
-    given = {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2, **constants}
+    given = _TILE | {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2, **constants}
     kernel = nvrtc.kernel(name, given, a.device, 128 * (WARPGROUPS + 1), shape.shared_bytes)
     return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
 

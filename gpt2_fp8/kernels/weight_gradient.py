@@ -26,11 +26,12 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.gemm import E5M2, PAIRS
 
-# as in the kernel: rows multiplied together; a tile's columns of a, in one block, and of b; the blocks of a cluster
+# rows multiplied together; a tile's columns of a, in one block, and of b; the blocks of a cluster
 BLOCK, ROWS, COLUMNS, CLUSTER = 128, 128, 256, 2
 STAGES, THREADS = 4, 384
 SHARED_BYTES = STAGES * (BLOCK * (ROWS + COLUMNS) + 16)  # 16: two barriers
 
+_TILE = {"BLOCK": BLOCK, "ROWS": ROWS, "COLUMNS": COLUMNS, "CLUSTER": CLUSTER, "STAGES": STAGES}
 LEAVE, ADD, WRITE = 2.5, 2.5, 3.0  # costs in blocks: to leave a segment's sums, to add them, to write a tile
 FEWEST_BLOCKS = 2  # of a window
 
@@ -76,7 +77,7 @@ def weight_gradient(
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, bt, *results)), "at multiples of 16 bytes"
     assert all(t.dtype == torch.float32 and t.numel() == 1 for t in (a_scale_inv, b_scale_inv))
     work = _work(n, d, m, a.device)
-    given = {"E4M3": True, "A_E5M2": a.dtype == E5M2, "B_E5M2": bt.dtype == E5M2, "TRANSPOSED": transposed}
+    given = _TILE | {"E4M3": True, "A_E5M2": a.dtype == E5M2, "B_E5M2": bt.dtype == E5M2, "TRANSPOSED": transposed}
     kernel = nvrtc.kernel("weight_gradient", given, a.device, THREADS, SHARED_BYTES)
     maps = (
         nvrtc.tensor_map(a.view(torch.uint8), (BLOCK, ROWS)),

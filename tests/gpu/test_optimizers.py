@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8.compat.torch_private import skip_where
+from gpt2_fp8.compat.torch_private import MUON_COEFFICIENTS, orthogonalize, skip_where
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, update_plain
 from tests.common import OPTIM
@@ -44,6 +44,38 @@ def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, device):
             assert torch.equal(tensor.cpu(), other.state[theirs][name].cpu()), name
 
 
+def iterate_in_float64(matrix):
+    x = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        gram = x @ x.mT
+        a, b, c = MUON_COEFFICIENTS
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 768, 768), (2, 256, 1024), (2, 1024, 256), (2, 200, 328), (8, 16, 48), (1, 1600, 6400)]
+)
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e6])
+def test_newton_schulz_by_halves_errs_like_torchs(shape, scale):
+    """Beside float64, less than one rounding to bfloat16 more; for singular values alike and from 1 to 1/1000."""
+    from gpt2_fp8.kernels.newton_schulz import orthogonalize_batch
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    matrices = torch.randn(shape, device="cuda", generator=generator)
+    for steep in (1.0, torch.logspace(0, -3, shape[2], device="cuda")):
+        batch = (matrices * steep * scale).bfloat16()
+        wanted = [iterate_in_float64(matrix) for matrix in batch]
+        theirs = [orthogonalize(matrix, 5) for matrix in batch]
+        errors = [
+            sum((one - exact).norm() / exact.norm() for one, exact in zip(found, wanted, strict=True)) / len(batch)
+            for found in (orthogonalize_batch(batch, 5), theirs)
+        ]
+        assert errors[0] <= errors[1] + 2**-8
+    zero = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(orthogonalize_batch(zero, 5), zero)
+
+
 def test_muon_in_batches_is_muon_one_by_one():
     """Momenta to a last bit. Newton-Schulz makes small singular values 400 times larger, and the rounding in them."""
     choice = next(choice for choice in CHOICES if choice.name == "muon")
@@ -51,7 +83,7 @@ def test_muon_in_batches_is_muon_one_by_one():
     models = [small_model().cuda() for _ in range(2)]
     start = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
     batched, single = (build_optimizer(model, settings, choice) for model in models)
-    single._update_together = lambda own, group: [single._update(matrix, matrix.grad, group) for matrix in own]
+    single._update_together = lambda own, group: own
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(3):
         for name, parameter in models[0].named_parameters():

@@ -34,7 +34,6 @@ def test_the_members_are_those(name):
         ("u64", "full[WARPGROUPS][STAGES], empty[WARPGROUPS][STAGES]"),
     ]
     assert "CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE" in text
-    assert f"WARPGROUPS = {product.WARPGROUPS}," in text
 
 
 @pytest.mark.parametrize("staged", [0, product.STAGED])
@@ -81,7 +80,6 @@ def test_parts_are_counted_right():
 def test_codes_of_the_derivative():
     """A byte holds all of gelu' evenly, 0 and 1 exactly."""
     codes_of, zero = product.CODES, product.CODE_OF_ZERO
-    assert f"CODES = {codes_of}, CODE_OF_ZERO = {zero}," in nvrtc._source("gelu.cuh")
     x = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh").sum(), x)
     codes = (slope * codes_of + zero).round()

@@ -66,8 +66,6 @@ def test_the_work_of_a_shape(monkeypatch):
 def test_constants_are_the_kernels():
     text = nvrtc._source("weight_gradient.cu")
     given = {name: int(value) for name, value in re.findall(r"\b([A-Z]+) = (\d+)[,;]", text)}
-    for name in ("BLOCK", "ROWS", "COLUMNS", "CLUSTER", "STAGES"):
-        assert getattr(weight_gradient, name) == given[name]
     assert given["CONSUMERS"] + 128 == weight_gradient.THREADS
     assert weight_gradient.SHARED_BYTES <= 227 * 1024
     fields = re.search(r"struct Segment \{(.*?)\n\};", text, re.DOTALL)[1]

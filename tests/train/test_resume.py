@@ -11,6 +11,7 @@ from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, recor
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 TORCHAO = ["precision.backend=torchao", "precision.keep_bf16=[blocks.0.fc1,blocks.1.qkv]", "recipe=rowwise"]
 PENALTIES = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
+AVERAGE = ["optim.ema_decay=0.9", "optim.ema_start_step=2"]
 TWO_BLOCKS = ["model.n_layer=2", "activation_checkpointing=full", "model.dropout=0.1"]
 QWEN = [
     "model=qwen3_0_6b", "optim=tiny", "trainer.max_steps=12", "trainer.val_check_interval=5", "model.n_kv_head=1",
@@ -27,17 +28,11 @@ MIXTURE = [
 DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fraction=0.1", "data.tokenizer=bytes",
              "document_mask=true"]  # fmt: skip
 CASES = {
-    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2"],
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *AVERAGE],
     "within documents": [*DOCUMENTS, *EMULATED, *PENALTIES],
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
     "torchao": [*TORCHAO, *TWO_BLOCKS],
-    "every option": [
-        *QWEN,
-        "precision=bf16",
-        "micro_batch_size=8",
-        "model.dropout=0.1",
-        "activation_checkpointing=mlp",
-    ],
+    "every option": [*QWEN, "precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
     "a mixture": MIXTURE,
 }

@@ -21,9 +21,10 @@ __device__ __forceinline__ float gelu_slope(float x, float& y) {
   return fmaf(fmaf(-y, s, y), slope, s);
 }
 
-// gelu' lies between -0.1290 and 1.1290. Its code is 202 gelu' + 26, rounded: 0 to 254, with 0 (26) and 1 (228) exact.
+// gelu' lies between -0.1290 and 1.1290. Its code is CODES gelu' + CODE_OF_ZERO, rounded: 202 and 26 give 0 to 254, with
+// 0 (26) and 1 (228) exact.
 // NaN has 255, which is read as 1.13: by then gelu(x), NaN as well, has spoilt the loss.
-constexpr float CODES = 202, CODE_OF_ZERO = 26, BIT = 8388608;  // 2^23: to this added, a unit is the lowest bit
+constexpr float BIT = 8388608;  // 2^23: to this added, a unit is the lowest bit
 
 __device__ __forceinline__ u32 to_code(float slope) {  // in the lowest byte
   return __float_as_uint(fmaf(slope, CODES, BIT + CODE_OF_ZERO));
@@ -31,6 +32,6 @@ __device__ __forceinline__ u32 to_code(float slope) {  // in the lowest byte
 __device__ __forceinline__ u32 pack_codes(const u32 (&code)[4]) {
   return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
 }
-__device__ __forceinline__ float codes_of_slope(u32 codes, int byte) {  // 202 gelu', from one byte of a word
+__device__ __forceinline__ float codes_of_slope(u32 codes, int byte) {  // CODES gelu', from one byte of a word
   return __uint_as_float(__byte_perm(codes, __float_as_uint(BIT), 0x7440 + byte)) - (BIT + CODE_OF_ZERO);
 }

@@ -11,10 +11,11 @@
 // 16) columns. With PIECE = 8 these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e. With 16 they
 // are column 64 (i / 8) + 16 q + 2 (i % 8) + e: then results of one byte are written 16 bytes at a time.
 
-constexpr int ROWS = 64, COLUMNS = 128, SPAN = 4 * PIECE, PIECES = COLUMNS / SPAN, SUMS = COLUMNS / 2;
-constexpr int LINE = 128;  // bytes of a row that are copied and multiplied together; shared memory is swizzled by it
+// LINE bytes of a row are copied and multiplied together; shared memory is swizzled by it.
+
+constexpr int SPAN = 4 * PIECE, PIECES = COLUMNS / SPAN, SUMS = COLUMNS / 2;
 constexpr int LINES = K / LINE, CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE;
-constexpr int WARPGROUPS = 3, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = 24, REGISTERS = 160;
 static_assert(K % LINE == 0 && (PIECE == 8 || PIECE == 16), "whole lines, and words of whole bytes");
 

@@ -12,9 +12,6 @@
 // The tensor cores' own sums have few bits. So those of BLOCK numbers are added to float32 sums in registers, PART
 // columns at a time, while the next part is multiplied. What is outside of a or bt is loaded as zeros.
 
-constexpr int BLOCK = 128;                // of M
-constexpr int ROWS = 128, COLUMNS = 256;  // of a tile
-constexpr int CLUSTER = 2, STAGES = 4;
 constexpr int A_BYTES = BLOCK * ROWS, B_BYTES = COLUMNS * BLOCK, SHARE = COLUMNS / CLUSTER;
 constexpr int PART = 64, PARTS = COLUMNS / PART, SUMS = PART / 2;  // SUMS: of a part, in a thread
 constexpr int STEPS = BLOCK / 32;                                  // matrix instructions of a part of a block
