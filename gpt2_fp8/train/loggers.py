@@ -53,7 +53,7 @@ _TAGS = {
 }
 _PREFIXES = {
     "fp8/": ("train", "precision_fp8/"),
-    "val_loss/": ("val", "loss/"),  # of a source of a mixture
+    "val_loss/": ("val", "loss/"),  # of a source of a mixture, or of data.validation
     "ranking/": ("val", "ranking/"),
     "tokens/": ("train", "optim_steps/tokens_of_"),
     "epochs/": ("train", "optim_steps/epochs_of_"),

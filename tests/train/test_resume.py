@@ -27,8 +27,9 @@ MIXTURE = [
 ]  # fmt: skip
 DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fraction=0.1", "data.tokenizer=bytes",
              "document_mask=true"]  # fmt: skip
+SETS = ["data.validation.own.files=text.jsonl", "data.validation.ids.files=val.bin"]
 CASES = {
-    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *AVERAGE],
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *AVERAGE, *SETS],
     "within documents": [*DOCUMENTS, *EMULATED, *PENALTIES],
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
     "torchao": [*TORCHAO, *TWO_BLOCKS],
@@ -64,7 +65,7 @@ def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
     assert steps == whole
     assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
     ours, theirs = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
-    for column in {"train_loss", "val_loss", "penalty", "val_loss/ids"} & set(theirs):
+    for column in {"train_loss", "val_loss", "penalty", "val_loss/ids", "val_loss/own"} & set(theirs):
         assert ours[column] == theirs[column], column
 
 
