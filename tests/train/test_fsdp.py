@@ -21,13 +21,13 @@ LLAMA = [
 ]  # fmt: skip
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 # A low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference.
-ONE = ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_every_n_steps=6"]
+ONE = ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_every_n_steps=10"]
 FP8 = [*EMULATED, *LLAMA, "recipe=delayed", "precision.bf16_last_steps=5", "activation_checkpointing=full"]
 AVERAGED = ["precision=bf16", "micro_batch_size=1", "optim.ema_decay=0.8", "callbacks.ranking=items.jsonl"]
 COPIES = ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"]
 KINDS = {
-    "fp32": (2, 18, ONE, []),
-    "fp8": (2, 12, FP8, ["trainer.gather=bfloat16"]),
+    "fp32": (2, 20, ONE, []),
+    "fp8": (2, 20, FP8, ["trainer.gather=bfloat16"]),
     "copies": (4, 10, AVERAGED, COPIES),
 }
 DIGEST = """
@@ -50,7 +50,7 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, monkeypatch,
     ranks, steps, words, own = KINDS[kind]
     words = [
         *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps // 2}", "optim.lr=1e-4",
-        "callbacks.sample_tokens=4", "callbacks.fp8_health_every_n_steps=6",
+        "callbacks.sample_tokens=4", "callbacks.fp8_health_every_n_steps=10",
     ]  # fmt: skip
     output = run(tmp_path, *DIVIDED, f"trainer.devices={ranks}", *words, *own, "run_name=run", patch=DIGEST)
     assert "Warning" not in output
@@ -107,7 +107,7 @@ def cut(self, trainer, module, *_):
 
 LogLine.on_validation_batch_start = cut
 """
-LEGS = [("fsdp", 2), ("ddp", 2), ("fsdp", 4), ("cpu", 1)]
+LEGS = [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("cpu", 1), ("ddp", 2)]
 
 
 def leg(strategy, count):
@@ -133,9 +133,9 @@ def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path):
     lower by so much.
     """
     words = [
-        "precision=fp32", "optimizer=adamw_bf16", "trainer.max_steps=15", "trainer.val_check_interval=3",
+        "precision=fp32", "optimizer=adamw_bf16", "trainer.max_steps=18", "trainer.val_check_interval=3",
         "callbacks.checkpoint_every_n_steps=3", "callbacks.keep_checkpoints=9", "optim.ema_decay=0.8",
-        "callbacks.early_stopping_patience=3", "callbacks.early_stopping_min_delta=99",
+        "callbacks.early_stopping_patience=4", "callbacks.early_stopping_min_delta=99",
     ]  # fmt: skip
     train(tmp_path / "one", *MODEL, *BATCH, *words)
     theirs = metrics(tmp_path / "one")
@@ -153,14 +153,14 @@ def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path):
             assert own.get(column, {}) == pytest.approx(expected, rel=1e-5), (strategy, count, column)
         assert list(own["train_loss"]) == list(range(1, 3 * i + 4))
     assert list(own["val_loss"]) == list(theirs["val_loss"])
-    divided, two, four = (contents(checkpoint(tmp_path / "outputs/run", step)) for step in (3, 6, 9))
+    two, divided, four = (contents(checkpoint(tmp_path / "outputs/run", step)) for step in (3, 6, 9))
     assert divided == two
     assert four["model.safetensors"] == two["model.safetensors"]
     assert four["optimizer.safetensors"] == two["optimizer.safetensors"]
     for folder in (tmp_path / "one", tmp_path / "outputs/run"):
         told = summary(folder)
-        assert (told["ended_by"], told["steps"]) == ("callbacks.early_stopping_patience", 12)
-    assert difference_of_averages(*(checkpoint(tmp_path / name, 12) for name in ("outputs/run", "one"))) < 0.01
+        assert (told["ended_by"], told["steps"]) == ("callbacks.early_stopping_patience", 15)
+    assert difference_of_averages(*(checkpoint(tmp_path / name, 15) for name in ("outputs/run", "one"))) < 0.01
 
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=6", "optim.lr=1e-4"]
