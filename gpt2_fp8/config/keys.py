@@ -138,6 +138,16 @@ def is_text(cls: type, key: str) -> bool:
     return any(member in (str, list[str]) for member, _ in kind.members)
 
 
+def choices_of(cls: type, key: str) -> list[str]:
+    """Return the words that a dotted key of `cls` is chosen from, in a member of each union on its way; or none."""
+    name, _, below = key.partition(".")
+    kind = kind_of(hints_of(cls).get(name))
+    if below:
+        return [choice for member in kind.classes for choice in choices_of(member, below)]
+    literals = [str(value) for member, _ in kind.members if get_origin(member) is Literal for value in get_args(member)]
+    return [*literals, *(["true", "false"] if bool in dict(kind.members) else [])]
+
+
 def value_of(config: object, key: str) -> object:
     """Return the value of a dotted key; None if this configuration's classes do not have it."""
     for part in key.split("."):
