@@ -18,6 +18,7 @@ from gpt2_fp8.train import metrics_csv
 
 KINDS = {"input": "tab:blue", "weight": "tab:orange", "gradient": "tab:green"}
 WORST = 4  # tensors by name in the picture of layers
+_DPI = 128
 
 
 def columns(path: Path) -> dict[str, dict[int, float]]:
@@ -61,7 +62,7 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
     axes[1].set_ylim(-3, 19)
     axes[2].set_yscale("log")
     axes[1].legend(fontsize=7, loc="center", ncols=2)
-    figure.savefig(folder / "health_summaries.png", dpi=64)
+    figure.savefig(folder / "health_summaries.png", dpi=_DPI)
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
@@ -73,7 +74,7 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
                       label=tensor if named else None, zorder=2 if named else 1)  # fmt: skip
         axis.set(title=f"{name}: flushed, by tensor (fp8.csv)", xlabel="step", ylim=(-0.03, 1.0))
         axis.legend(fontsize=7, loc="center right" if name == "healthy" else "lower right")
-    figure.savefig(folder / "health_layers.png", dpi=64)
+    figure.savefig(folder / "health_layers.png", dpi=_DPI)
 
 
 def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:
