@@ -199,7 +199,13 @@ ALIASES = {
     "num_gpus": "trainer.devices", "world_size": "trainer.devices", "dtype": "precision=bf16, fp32 or fp8_hybrid",
     "use_fp8": "precision=fp8_hybrid", "fp8_recipe": "recipe=delayed, current or block",
     "wandb_project": "logger.wandb.project, with logger=[default,wandb]", "muon_lr": "optimizer.matrix_lr",
-    "max_new_tokens": "tokens", "num_return_sequences": "samples",
+    "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval", "epochs": "trainer.max_epochs",
+    "save_steps": "callbacks.checkpoint_every_n_steps", "save_total_limit": "callbacks.keep_checkpoints",
+    "logging_steps": "trainer.log_every_n_steps", "lr_decay_iters": "trainer.max_steps",
+    "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps", "max_seq_length": "model.n_positions",
+    "tie_embeddings": "model.tied_head", "bf16": "precision=bf16", "report_to": "logger", "out_dir": "run_name",
+    "output_dir": "run_name", "model_name": "model", "dataset": "data", "train_data_path": "data.train_files",
+    "initial_checkpoint_dir": "init_from", "max_new_tokens": "tokens", "num_return_sequences": "samples",
 }  # fmt: skip
 
 

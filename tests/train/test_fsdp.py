@@ -73,7 +73,7 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, kind):
 
 def histograms(folder):
     """{tensor and step: the number of its values, their sum of squares}."""
-    events = EventAccumulator(str(folder / "tensorboard/train"), {"histograms": 0}).Reload()
+    events = EventAccumulator(str(folder / "tensorboard"), {"histograms": 0}).Reload()
     return {
         (tag, event.step): (event.histogram_value.num, event.histogram_value.sum_squares)
         for tag in events.Tags()["histograms"]

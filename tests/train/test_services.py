@@ -76,13 +76,14 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     assert losses == pytest.approx(metrics(folder)["train_loss"])
 
 
-def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
+def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path, caplog):
     from mlflow.tracking import MlflowClient
 
     folder = tmp_path / "run"
     uri = f"sqlite:///{tmp_path}/store.db"
     words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
     train(folder, *words)
+    assert f"mlflow ui --backend-store-uri {uri}" in caplog.text
     run_id = services.read_run_id(folder, "mlflow")
     train(folder, *words, "ckpt_path=last", "trainer.max_steps=8")
     client = MlflowClient(uri)
