@@ -79,6 +79,7 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
 def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path, caplog):
     from mlflow.tracking import MlflowClient
 
+    caplog.set_level("INFO", "gpt2_fp8")
     folder = tmp_path / "run"
     uri = f"sqlite:///{tmp_path}/store.db"
     words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
