@@ -102,7 +102,7 @@ def plot(configs: Sequence[RunConfig], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda tokens, _: format_large(tokens))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, format="png")
 

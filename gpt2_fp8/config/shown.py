@@ -66,7 +66,7 @@ def format_count(number: int, what: str) -> str:
 
 def format_large(number: float) -> str:
     """Return a number in its thousands: `950`, `10 k`, `1.5 M`, `19.9 B`."""
-    unit = next((unit for unit in _THOUSANDS if abs(number) >= unit), None)
+    unit = next((unit for unit in _THOUSANDS if abs(number) >= 0.9995 * unit), None)  # three digits are shown
     return f"{number:.3g}" if unit is None else f"{number / unit:.3g} {_THOUSANDS[unit]}"
 
 

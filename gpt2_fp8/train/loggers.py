@@ -1,8 +1,8 @@
 """A run's loggers: TensorBoard, `metrics.csv`, `fp8.csv`, each with every step once also after a resume; services.
 
 TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
-the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, precision_fp8_layers, speed,
-system, tensors_*.
+the names are chosen to begin with the loss: loss, optim, optim_steps, perplexity, precision_fp8,
+precision_fp8_layers, speed, system, tensors_*.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def tag_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         tag = _PREFIXES[prefix] + name.removeprefix(prefix) if prefix else _TAGS.get(name, name)
         yield tag, value
         if name in ("train_loss", "val_loss") and float(value) < _LARGEST_EXPONENT:
-            yield f"{tag}_perplexity", math.exp(float(value))
+            yield f"perplexity/{tag.removeprefix('loss/')}", math.exp(float(value))
 
 
 def code_block(text: str) -> str:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no C
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Of TensorBoard over a run and a sweep of two jobs."""
-    outputs = tmp_path_factory.mktemp("outputs")
+    outputs = tmp_path_factory.mktemp("page") / "outputs"
     long = ["trainer.max_steps=60", "callbacks.sample_tokens=20", "logger.histograms_every_n_steps=20"]
     for name, seed in (("first", 1), ("sweep/0", 2), ("sweep/1", 3)):
         train(outputs / name, *long, f"seed={seed}")

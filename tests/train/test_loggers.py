@@ -154,10 +154,10 @@ def test_a_run_is_one_row_that_opens_on_the_loss(tmp_path):
     tags = sorted(found.Tags()["scalars"])
     shown = {tag: found.Scalars(tag)[0].value for tag in tags}
     assert (shown["loss/train"], shown["loss/val"], shown["loss/val/books"]) == (2.0, 1.0, 4.0)
-    assert shown["loss/val_perplexity"] == pytest.approx(math.e)
+    assert shown["perplexity/val"] == pytest.approx(math.e)
     assert tags[0] == "loss/train"
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in tags))
-    assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
+    assert groups == ["loss", "optim", "perplexity", "precision_fp8", "speed"], "TensorBoard opens the first two"
     (layout,) = found.Tensors("custom_scalars__config__")
     both = Layout.FromString(layout.tensor_proto.string_val[0]).category[0].chart[0].multiline.tag
     assert [[tag for tag in tags if re.search(pattern, tag)] for pattern in both] == [["loss/train"], ["loss/val"]]
