@@ -23,52 +23,44 @@ _SCHEMAS: dict[str, tuple[type, ...]] = {  # of programs that take keys
     "evaluate": (EvaluateConfig, RunConfig), "generate": (GenerateConfig,),
 }  # fmt: skip
 _COMMAND = re.compile(r"\S*gpt2-fp8\s+|\S+\s+-m\s+gpt2_fp8(?:\.(\w+))?\s+")
-_BASH = r"""
+_SCRIPTS = {
+    "bash": r"""
 _gpt2_fp8() {
-    local line=${COMP_LINE:0:COMP_POINT} IFS=$' \t\n'
+    local line=${COMP_LINE:0:COMP_POINT} ask=$1 IFS=$' \t\n'
+    if [[ $1 == *python* ]]; then
+        [[ $line == *" -m gpt2_fp8"* ]] || { ${_gpt2_fp8_before:-:} "$@"; return; }
+        ask+=" -m gpt2_fp8"
+    fi
     local word=${line##*[[:space:]]}
-    COMPREPLY=($(COMP_LINE=$line "$@" -sc query=bash 2>/dev/null))
+    COMPREPLY=($(COMP_LINE=$line $ask -sc query=bash 2>/dev/null))
     [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace 2>/dev/null
     [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
 }
-# what completes `python` for other programs, now or by bash-completion
-if ! declare -F _gpt2_fp8_python >/dev/null; then
-    { complete -p python || _comp_load python || _completion_loader python; } >/dev/null 2>&1
-    _gpt2_fp8_before=$(complete -p python 2>/dev/null | sed -n 's/.* -F \([^ ]*\) .*/\1/p')
-fi
-_gpt2_fp8_command() { _gpt2_fp8 "$1"; }
-_gpt2_fp8_python() {
-    if [[ $COMP_LINE == *" -m gpt2_fp8"* ]]; then
-        _gpt2_fp8 "$1" -m gpt2_fp8
-    elif [[ $_gpt2_fp8_before ]]; then
-        "$_gpt2_fp8_before" "$@"
-    fi
-}
-complete -o default -F _gpt2_fp8_command gpt2-fp8
-complete -o bashdefault -o default -F _gpt2_fp8_python python python3
-"""
-_ZSH = r"""
+{ complete -p python || _comp_load python || _completion_loader python; } >/dev/null 2>&1
+[[ $(complete -p python 2>/dev/null) =~ -F\ ([^ ]+) && ${BASH_REMATCH[1]} != _gpt2_fp8 ]] &&
+    _gpt2_fp8_before=${BASH_REMATCH[1]}
+complete -o bashdefault -o default -F _gpt2_fp8 gpt2-fp8 python python3
+""",
+    "zsh": r"""
 _gpt2_fp8() {
-    local -a found=(${(f)"$(COMP_LINE="${words[1,CURRENT-1]} $PREFIX" "$@" -sc query=zsh 2>/dev/null)"})
-    if (( $#found )); then
-        [[ $found[1] == *[.=] ]] && compadd -S '' -- $found || compadd -- $found
-    else
+    local -a ask=($words[1])
+    if [[ $words[1] == *python* ]]; then
+        [[ "$words[2,3]" == "-m gpt2_fp8"* ]] || { _python "$@"; return }
+        ask+=(-m gpt2_fp8)
+    fi
+    local -a found=(${(f)"$(COMP_LINE="${words[1,CURRENT-1]} $PREFIX" $ask -sc query=zsh 2>/dev/null)"})
+    if (( ! $#found )); then
         compset -P '*='
         _files
-    fi
-}
-_gpt2_fp8_command() { _gpt2_fp8 $words[1] }
-_gpt2_fp8_python() {
-    if [[ "$words[2,3]" == "-m gpt2_fp8"* ]]; then
-        _gpt2_fp8 $words[1] -m gpt2_fp8
+    elif [[ $found[1] == *[.=] ]]; then
+        compadd -S '' -- $found
     else
-        _python "$@"
+        compadd -- $found
     fi
 }
-compdef _gpt2_fp8_command gpt2-fp8
-compdef _gpt2_fp8_python python python3
-"""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
+compdef _gpt2_fp8 gpt2-fp8 python python3
+""",
+}
 
 
 def answer(line: CommandLine) -> str:

@@ -14,8 +14,8 @@ complete -F there python dd
 before=$COMP_WORDBREAKS
 eval "$SCRIPT"; eval "$SCRIPT"
 [[ $COMP_WORDBREAKS == "$before" ]] && complete -p dd
-COMP_LINE="gpt2-fp8 optim.schedule=c"; COMP_POINT=${#COMP_LINE}; _gpt2_fp8_command gpt2-fp8; echo ${COMPREPLY[@]}
-COMP_LINE="python -m http.s"; COMP_POINT=${#COMP_LINE}; _gpt2_fp8_python python; echo ${COMPREPLY[@]}
+COMP_LINE="gpt2-fp8 optim.schedule=c"; COMP_POINT=${#COMP_LINE}; _gpt2_fp8 gpt2-fp8; echo ${COMPREPLY[@]}
+COMP_LINE="python -m http.s"; COMP_POINT=${#COMP_LINE}; _gpt2_fp8 python; echo ${COMPREPLY[@]}
 """
 
 
