@@ -137,7 +137,7 @@ def test_a_checkpoint_of_nanogpt_comes_in_by_the_code_of_the_page(
     shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64, "vocab_size": IDS, "bias": bias, "dropout": 0.0}
     torch.save({"model": stored, "optimizer": {}, "model_args": shape, "iter_num": 5, "config": {}}, "ckpt.pt")
     page = Path(__file__).resolve().parents[2] / "docs/coming-from.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     exec(code, {})
     weights = load_file("from_nanogpt/model.safetensors")
     for name, value in weights.items():
