@@ -95,8 +95,8 @@ def plot(configs: Sequence[RunConfig], path: Path) -> None:
             if step > 1:
                 axes.axvline(step * tokens, color=curve.get_color(), linestyle=":", linewidth=1)
             if len(configs) == 1:
-                place = {"xytext": (4, 4), "textcoords": "offset points", "rotation": 90, "fontsize": 8}
-                axes.annotate(phase, (step * tokens, 0), **place)
+                where = step * tokens, 0
+                axes.annotate(phase, where, (4, 4), textcoords="offset points", rotation=90, fontsize=8)
         axes.plot(steps * tokens, rates[-1], "o", color=curve.get_color(), markersize=4)
     axes.set(xlabel="tokens", ylabel="learning rate")
     axes.xaxis.set_major_formatter(lambda tokens, _: format_large(tokens))

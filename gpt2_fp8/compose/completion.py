@@ -89,5 +89,5 @@ def suggest(typed: str) -> list[str]:
             choices = catalog.choices(key) if key in groups else [c for s in schemas for c in choices_of(s, key)]
             return sorted(found for choice in set(choices) if (found := f"{key}={choice}").startswith(word))
     keys = [*groups, *(key for schema in schemas for key in key_paths(schema))]
-    found = {key[: key.find(".", len(word)) + 1] or f"{key}=" for key in keys if key.startswith(word)}
-    return [*(name for name in names if name.startswith(word)), *sorted(found)]
+    nearest = {key[: key.find(".", len(word)) + 1] or f"{key}=" for key in keys if key.startswith(word)}
+    return [*(name for name in names if name.startswith(word)), *sorted(nearest)]

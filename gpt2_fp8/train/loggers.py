@@ -239,8 +239,8 @@ class EventFile(_Lossy, TensorBoardLogger):
         )
         trial = "/".join(part for part in folder.parts[-2:] if part != "outputs")  # more would not fit its column
         with self._open_writer() as writer:
-            writer.file_writer.add_summary(Summary(value=[columns]))
-            writer.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
+            for summary in (Summary(value=[columns]), summary_v2.hparams_pb(values, trial_id=trial)):
+                self.experiment.file_writer.add_summary(summary)
             writer.add_custom_scalars(_ONE_CHART)
 
     @rank_zero_only
