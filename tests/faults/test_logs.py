@@ -46,7 +46,7 @@ def test_a_row_that_the_kill_tore_is_dropped(tmp_path: Path) -> None:
         for step in steps:
             for logger in loggers:
                 logger.log_metrics({"train_loss": 1 / step}, step=step)
-        events = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        events = max((tmp_path / "tensorboard").glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
         with events.open("ab") as file:
             file.write(b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3")
         with (tmp_path / "metrics.csv").open("ab") as file:
