@@ -5,7 +5,7 @@
 
 Gradients are random numbers. The exchange waits for its last collective; an update clips first. Each is repeated, and
 its median told: of the device by events, of the host until it has launched everything, and of the GPU's kernels alone
-by torch's profiler. The words after `--` are those of a run.
+by torch's profiler, all on a GPU that is hot from the repeats. The words after `--` are those of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from words import Parser
 
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import devices
@@ -52,8 +51,10 @@ def main(argv: list[str]) -> int:
     parts = {"update": update}
     if distributed.is_initialized():
         parts = {"exchange": step.exchange.end, **parts}
+    for parameter in step.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     for name, part in parts.items():
-        told = measure(part, lambda: put_gradients(step), plan.device == "cuda", asked.repeats)
+        told = measure(part, plan.device == "cuda", asked.repeats)
         if rank == 0:
             print(f"{config.model.name} {name}: {told}", flush=True)
     if distributed.is_initialized():
@@ -61,19 +62,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def put_gradients(step: TrainingStep) -> None:
-    """Give every parameter a random gradient, and have the ranks begin together."""
-    for parameter in step.model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    if distributed.is_initialized():
-        distributed.barrier()
-
-
-def measure(part: Callable[[], object], prepare: Callable[[], object], on_gpu: bool, repeats: int) -> str:
-    """Return the median times of `part`, each after `prepare`, in words."""
+def measure(part: Callable[[], object], on_gpu: bool, repeats: int) -> str:
+    """Return the median times of `part`, which ranks begin together, in words."""
     device, host = [], []
     for _ in range(repeats + 3):
-        prepare()
+        if distributed.is_initialized():
+            distributed.barrier()
         wait(on_gpu)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
         begin = time.perf_counter()
@@ -89,9 +83,10 @@ def measure(part: Callable[[], object], prepare: Callable[[], object], on_gpu: b
     if not on_gpu:
         return f"{times[1]:.2f} ms"
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        part()
+        for _ in range(3):
+            part()
         wait(on_gpu)
-    kernels = sum(event.self_device_time_total for event in seen.key_averages()) / 1e3
+    kernels = sum(event.self_device_time_total for event in seen.key_averages()) / 3e3
     return f"{times[0]:.2f} ms, its host {times[1]:.2f}, its kernels {kernels:.2f}"
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
     from gpt2_fp8.train.evaluation import evaluate
 
     assert request.own.ckpt_path is not None, "checked before"
-    found = trained.load(request.own.ckpt_path, request.own.checkpoint)
+    found = trained.load(request.own.ckpt_path, request.own.checkpoint, request.own.weights)
     config = configuration(request, found.config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
@@ -94,6 +94,7 @@ def _describe(results: dict[str, Any]) -> list[str]:
     apart = "" if results["evaluation"] == results["precision"] else f", evaluation {results['evaluation']}"
     said = [
         f"{'checkpoint':<18} {results['checkpoint']}",
+        f"{'weights':<18} {results['weights']}",
         f"{'precision':<18} {results['precision']}{apart}{reason}",
         f"{'layers':<18} {results['kernels']['layers']}, on {results['device']}",
         f"{'data':<18} {results['data']}, {results['sequences']:,} sequences",
@@ -204,11 +205,15 @@ def _for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     whole, size, precision = config.global_batch_size, config.micro_batch_size, config.precision
     if "micro_batch_size" in typed and isinstance(size, int):
         whole = -(-whole // size) * size  # nobody trains on it
+    callbacks = replace(
+        config.callbacks, extra=[], ranking=None, ranking_every_n_steps=0,
+        early_stopping_patience=None, early_stopping_min_delta=0.0,
+    )  # fmt: skip
     of_fp8 = {key for key in typed if key.partition(".")[0] in ("precision", "recipe")} - {"precision.fallback"}
     if of_fp8 and "precision.evaluation" not in typed and isinstance(precision, FP8PrecisionConfig):
         precision = replace(precision, evaluation="fp8")
     return replace(
-        config, precision=precision, trainer=trainer, callbacks=replace(config.callbacks, extra=[]),
+        config, precision=precision, trainer=trainer, callbacks=callbacks,
         logger=replace(config.logger, extra=[]), global_batch_size=whole, ckpt_path=None, init_from=None,
         plugins=config.plugins if "plugins" in typed else [], cuda_graphs="auto",
     )  # fmt: skip

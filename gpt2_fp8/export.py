@@ -11,10 +11,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.programs import why_no_model
+from gpt2_fp8.config.programs import AVERAGED, Averaged, why_no_model
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> None:
         raise UserError(problems)
     from gpt2_fp8.train.huggingface import export  # after the paths, since it loads torch
 
-    print(line(export(source, folder, not asked.no_tokenizer, asked.license)))
+    print(line(export(source, folder, not asked.no_tokenizer, asked.license, asked.weights)))
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
     parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
     parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer, if its file is gone")
+    parser.add_argument("--weights", choices=get_args(Averaged), default="auto", help=AVERAGED)
     parser.add_argument("--license", metavar="ID", help="for the model card, such as apache-2.0; none if left out")
     return parser
 

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
     from gpt2_fp8.train.generation import Generation  # imports torch
 
     ready = Generation(config)
-    print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
+    dtype = str(ready.dtype).removeprefix("torch.")
+    print(f"{ready.path}, {ready.weights} weights, {dtype} on the {ready.device}", file=sys.stderr)
     with programs.to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
         _write(ready, len(ready.prompts) * config.samples, file)
 
@@ -81,7 +82,7 @@ def _write(ready: Generation, count: int, file: IO[str] | None) -> None:
         break_before = "" if number == 1 else "\n"
         say("\n" if alone else f"{break_before}[{number} of {count}] {text.prompt}{text.text}\n")
         if file is not None:
-            row = {**vars(text), "seed": ready.config.seed, "checkpoint": str(ready.path)}
+            row = {**vars(text), "seed": ready.config.seed, "checkpoint": str(ready.path), "weights": ready.weights}
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
         if text.ended == "not finite":
             print(f"text {number} ends early: the model's logits were not finite", file=sys.stderr)

@@ -32,7 +32,8 @@ CHECKS = {
     "gpt2_fp8.run": preflight, "gpt2_fp8.schedule": preflight, "gpt2_fp8.prepare": lambda argv: prepare.parse(argv)[1],
     "gpt2_fp8.bench": lambda argv: benchmark.preflight(argv, True)[1],
 }  # fmt: skip
-ONLY_SOMETIMES = {"mfu_bf16", "gpu_power_watts", "gpu_utilization", "penalty"}  # metrics of a GPU, or of an option
+# Metrics of a GPU, or of an option.
+ONLY_SOMETIMES = {"mfu_bf16", "gpu_power_watts", "gpu_utilization", "penalty", "ranking/acc", "ranking/acc_norm"}
 
 
 def blocks(document, language):
@@ -69,10 +70,12 @@ def documented(page, header):
 def stand_ins(argv):
     """Make what a command line reads, in the current folder."""
     for word in argv:
-        if not re.match(r"(data\.\S*(files|path|tokenizer)|init_from|ckpt_path)=", word):
+        if not re.match(r"(data\.\S*(files|path|tokenizer)|callbacks.ranking|init_from|ckpt_path)=", word):
             continue
         key, value = (override := OverridesParser.create().parse_override(word)).key_or_group, override.value()
-        if key.endswith(("files", "path")) and key != "ckpt_path":
+        if key == "callbacks.ranking":
+            Path(str(value)).write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}')
+        elif key.endswith(("files", "path")) and key != "ckpt_path":
             for name in value if isinstance(value, list) else [value]:
                 path = Path(str(name).replace("*", "00000"))
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -158,7 +158,9 @@ class Checkpointing(Checkpoint):
         """Show the writer what it will get: after the first step there are moments, and CUDA graphs are recorded."""
         state = pl_module.state_dict()  # on all ranks: it settles the step
         if trainer.is_global_zero:
-            self.writer.prepare([state, *(optimizer.state_dict() for optimizer in trainer.optimizers)])
+            step = getattr(pl_module, "step", None)  # the average of the weights
+            more = [] if step is None else [step.state_dict()]
+            self.writer.prepare([state, *more, *(optimizer.state_dict() for optimizer in trainer.optimizers)])
         self._prepared = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

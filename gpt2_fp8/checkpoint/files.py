@@ -2,6 +2,7 @@
 
     model.safetensors      the module's parameters under their names: readable with safetensors only
     optimizer.safetensors  the tensors of the optimizer state
+    average.safetensors    the average of the parameters, under the same names; absent without `optim.ema_decay`
     state.safetensors      all other tensors (random number generators, FP8 scales); absent if there are none
     state.json             everything that is not a tensor, and where each tensor belongs (`tree`)
     manifest.json          the format and its version, the step, what wrote it, the files' sizes and digests
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable, tree
 from gpt2_fp8.checkpoint.manifest import (
+    AVERAGE,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -167,8 +169,8 @@ def read(
 ) -> dict[str, Any]:
     """Return the dictionary that `write` was given, its tensors on the device `map_location` (default: the CPU).
 
-    `only`: the keys to read, as far as they are there. `stored`: weights and the optimizer's tensors are `Stored`.
-    Every file is verified before. Raises CheckpointError.
+    `only`: the keys to read, as far as they are there. `stored`: weights, their average and the optimizer's tensors
+    are `Stored`. Every file is verified before. Raises CheckpointError.
     """
     path = Path(path)
     verify(path)
@@ -177,7 +179,7 @@ def read(
     # Lightning may pass a function or a dict, which means the CPU.
     device = str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
     try:
-        with _tensors(path, device, (MODEL, OPTIMIZER) if stored else ()) as load:
+        with _tensors(path, device, (MODEL, OPTIMIZER, AVERAGE) if stored else ()) as load:
             value: dict[str, Any] = tree.unflatten(kept, load)
     except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable(path, f"its files do not fit together ({error})") from error

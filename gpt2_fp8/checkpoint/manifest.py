@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
+AVERAGE = "average.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step-([0-9]{8,15})|\.step-([0-9]{8,15})\.old")
 SEAL = "sha256"  # the key of the manifest's own digest
-_PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
+# By the beginning of a tensor's path.
+_PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "training_step.average.": AVERAGE, "": STATE}
 _seen: set[tuple[int | str, ...]] = set()  # `_identity` of each file that was compared with its digest
 
 

@@ -16,6 +16,7 @@ from gpt2_fp8.config import (
     disk,
     hf_config,
     kept_layers,
+    programs,
     run_length,
     sharding,
     text_files,
@@ -86,11 +87,28 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, "optim.schedule optim.min_lr_ratio", reason, "optim.min_lr_ratio=1")
     if optim.decay_steps is not None and optim.schedule != "warmup_stable_decay":
         yield problem(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none")
+    if optim.ema_start_step and optim.ema_decay is None:
+        yield problem(config, "optim.ema_start_step optim.ema_decay", "there is no average of weights to begin")
+    yield from _without_validation(config)
     if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"
         yield problem(config, "trainer.fast_dev_run ckpt_path", reason)
     if trainer.fast_dev_run and trainer.profiler is not None:
         yield problem(config, "trainer.fast_dev_run trainer.profiler", "a single step writes nothing")
+
+
+def _without_validation(config: RunConfig) -> Iterator[Problem]:
+    """Find what is asked for after validations that are not made, or that nothing asks for."""
+    asked, interval = config.callbacks, config.trainer.val_check_interval
+    for key, details in (("early_stopping_patience", "early_stopping_min_delta"), ("ranking", "ranking_every_n_steps")):
+        given = getattr(asked, key) is not None
+        if given and config.data.val_sequences == 0:
+            yield problem(config, f"callbacks.{key} data.val_sequences", "nothing is validated")
+        if not given and getattr(asked, details):
+            yield problem(config, f"callbacks.{details} callbacks.{key}", "without the second the first has no effect")
+    if asked.ranking_every_n_steps % interval:
+        keys = "callbacks.ranking_every_n_steps trainer.val_check_interval"
+        yield problem(config, keys, "it is ranked after validations, so the first must be a multiple of the second")
 
 
 def _check_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -154,6 +172,10 @@ def _find_missing(name: str, libraries: list[str]) -> Iterator[Problem]:
 def _check_paths(config: RunConfig) -> Iterator[Problem]:
     yield from _check_run_name(config.run_name)
     yield from _check_checkpoints(config)
+    if config.callbacks.ranking is not None:
+        problems: list[Problem] = []
+        programs.read_ranking(config.callbacks.ranking, problems, "callbacks.ranking")
+        yield from problems
     for name, source in data_schema.sources_of(config.data):
         yield from (data_schema.as_named(problem, name) for problem in _check_source(source))
 

@@ -205,7 +205,9 @@ ALIASES = {
     "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps", "max_seq_length": "model.n_positions",
     "tie_embeddings": "model.tied_head", "bf16": "precision=bf16", "report_to": "logger", "out_dir": "run_name",
     "output_dir": "run_name", "model_name": "model", "dataset": "data", "train_data_path": "data.train_files",
-    "initial_checkpoint_dir": "init_from", "max_new_tokens": "tokens", "num_return_sequences": "samples",
+    "initial_checkpoint_dir": "init_from", "ema": "optim.ema_decay", "patience": "callbacks.early_stopping_patience",
+    "early_stopping": "callbacks.early_stopping_patience", "max_new_tokens": "tokens",
+    "num_return_sequences": "samples",
 }  # fmt: skip
 
 

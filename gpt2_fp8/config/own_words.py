@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2_fp8.config import run_length
+from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import as_typed, format_override
 
@@ -65,13 +66,13 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
     """Return the words that let a run go on for as long again, at the rate with which its schedule has ended."""
-    trainer, optim, words = config.trainer, config.optim, []
+    optim, words = config.optim, []
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
     for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])]):
-        value = getattr(trainer, key.removeprefix("trainer."))
+        value: Any = value_of(config, key)
         is_time = key == "trainer.max_time"
         words.append(f"{key}={run_length.as_time(2 * (run_length.seconds(value) or 0)) if is_time else 2 * value}")
-    if ended_by not in (None, "trainer.max_time") and 0 < optim.min_lr_ratio < 1:
+    if ended_by not in (None, *run_length.EARLY) and 0 < optim.min_lr_ratio < 1:
         peaks = {"optim.lr": optim.lr, "optimizer.matrix_lr": getattr(config.optimizer, "matrix_lr", None)}
         words += [f"{key}={peak * optim.min_lr_ratio:.6g}" for key, peak in peaks.items() if peak is not None]
         words += ["optim.schedule=constant", "optim.min_lr_ratio=1"]

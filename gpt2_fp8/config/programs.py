@@ -18,6 +18,8 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import Amount, Count, Range, Seed, Share, problem, show
 
 Which = Literal["last", "best"]
+Averaged = Literal["auto", "ema", "raw"]
+AVERAGED = "ema: their average (optim.ema_decay); raw: those of the checkpoint's step; auto: ema if there is one"
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 Texts = Annotated[int, Range(1, 10**5)]
 TextTokens = Annotated[int, Range(1, 10**6)]
@@ -29,6 +31,7 @@ class GenerateConfig:
 
     ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's; also typed without its key"] = None
     checkpoint: Annotated[Which, "of a run: its last checkpoint, or the one of the lowest validation loss"] = "last"
+    weights: Annotated[Averaged, AVERAGED] = "auto"
     prompt: Annotated[list[str], "a beginning, taken as typed; type it again for several"] = field(default_factory=list)
     prompts: Annotated[str | None, "a file of beginnings: a line each, or .jsonl"] = None
     samples: Annotated[Texts, "texts of each beginning"] = 1
@@ -52,6 +55,7 @@ class EvaluateConfig:
 
     ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's; also typed without its key"] = None
     checkpoint: Annotated[Which, "of a run: its last checkpoint, or the one of the lowest validation loss"] = "last"
+    weights: Annotated[Averaged, AVERAGED] = "auto"
     ranking: Annotated[str | None, "also rank endings: a file of HellaSwag's form, JSON lines"] = None
     out: Annotated[str | None, "a file for the results, as JSON"] = None
 
@@ -159,9 +163,12 @@ class Item(NamedTuple):
     label: int
 
 
-def read_ranking(file: str, problems: list[Problem]) -> list[Item]:
-    """Return the items of a file of HellaSwag's form (Zellers et al. 2019). What is wrong is added to `problems`."""
-    return disk.read_lines("ranking", file, _item, problems)
+def read_ranking(file: str, problems: list[Problem], key: str = "ranking") -> list[Item]:
+    """Return the items of a file of HellaSwag's form (Zellers et al. 2019), which `key` names.
+
+    What is wrong is added to `problems`.
+    """
+    return disk.read_lines(key, file, _item, problems)
 
 
 def _item(line: str) -> Item:

@@ -20,6 +20,8 @@ from gpt2_fp8.config.keys import problem
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _LIMITS = ("max_steps", "max_tokens", "max_epochs")
+PATIENCE = "callbacks.early_stopping_patience"
+EARLY = ("trainer.max_time", PATIENCE)  # keys that end a run before the end of its schedule
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
 
 

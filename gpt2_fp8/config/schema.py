@@ -125,6 +125,8 @@ class OptimConfig:
     beta2: Part
     eps: Positive
     max_grad_norm: Positive  # gradients are clipped to this global L2 norm
+    ema_decay: Part | None = None  # validations take an average of the weights with this decay a step; null: none
+    ema_start_step: Steps = 0  # the average begins after this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +219,10 @@ class CallbacksConfig:
     fp8_health: bool = True  # FP8's amaxes, scales and shares: summaries in every log, each tensor in fp8.csv
     fp8_health_every_n_steps: Count = 100  # between two samples of each tensor
     red_flags: bool = True  # a line in the log when FP8, the loss or the loader needs a look (docs/what-to-watch.md)
+    early_stopping_patience: Count | None = None  # the run ends once so many validations had no lower loss; null: none
+    early_stopping_min_delta: Amount = 0.0  # by how much a loss must be lower to count
+    ranking: str | None = None  # a file of HellaSwag's form, whose endings are ranked after validations; null: none
+    ranking_every_n_steps: Steps = 0  # a multiple of trainer.val_check_interval; 0: after each validation
     sample_tokens: Tokens  # length of the text written after each validation; 0: none
     sample_prompt: str
     progress_bar: bool

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.engine.attempts import Attempts
+from gpt2_fp8.engine.average import WeightAverage
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.model.gpt2 import GPT2
@@ -24,10 +25,11 @@ class Evaluation:
         attempts: finds the scales that FP8 needs, if it was never trained.
         gradients: computes.
         settle: finishes the last step, whose weights are meant. Collective.
+        average: takes the place of these weights meanwhile.
     """
 
-    def __init__(self, attempts: Attempts, gradients: Gradients, settle: Callable[[], object]):
-        self._attempts, self._gradients, self._settle = attempts, gradients, settle
+    def __init__(self, attempts: Attempts, gradients: Gradients, settle: Callable[[], object], average: WeightAverage):
+        self._attempts, self._gradients, self._settle, self._average = attempts, gradients, settle, average
         self._batch: Fitting | None = None
         self._in_room_of_graphs = False
 
@@ -48,7 +50,8 @@ class Evaluation:
             self._gradients.release_graphs()
 
         def evaluate(size: int) -> Tensor:
-            return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
+            with self._average.in_place():
+                return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
 
         with self._gradients.scaling.unchanged():
             return self._batch(evaluate, self._room)
@@ -71,8 +74,13 @@ class Evaluation:
     def forwards(self) -> Iterator[GPT2]:
         """Enter evaluation mode for the caller's own forwards, without gradients, and return the model for them."""
         self._settle()
-        model = self._gradients.model
-        with in_mode(model, training=False), self._gradients.scaling.unchanged(), self._gradients.evaluation() as found:
+        model, unchanged = self._gradients.model, self._gradients.scaling.unchanged
+        with (
+            self._average.in_place(),
+            in_mode(model, training=False),
+            unchanged(),
+            self._gradients.evaluation() as found,
+        ):
             yield found
 
 

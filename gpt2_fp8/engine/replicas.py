@@ -16,15 +16,17 @@ from gpt2_fp8.runtime.sharding import is_divided
 _SHOWN = 8  # ranks in a message
 
 
-def check_replicas(model: nn.Module, step: int) -> None:
+def check_replicas(model: nn.Module, step: int, average: Iterable[Tensor] = ()) -> None:
     """Raise Drifted, the same on all ranks, if any of them has other weights than the others after `step`. Collective.
+
+    So it does for another `average` of them.
 
     A flipped bit, or a kernel that computes other numbers, leaves a finite loss. The optimizer's moments are not read:
     where they differ, the weights do after the next update. A model that FSDP2 has divided is not looked at.
     """
     if not collectives.is_distributed() or is_divided(model):
         return
-    found = collectives.everyones((checksum(model.parameters()), socket.gethostname()))
+    found = collectives.everyones((checksum([*model.parameters(), *average]), socket.gethostname()))
     sums = [own for own, _ in found]
     common = Counter(sums).most_common(1)[0][0]  # rank 0's, if as many ranks have another
     if different := [f"{rank} (on {host})" for rank, (own, host) in enumerate(found) if own != common]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.attempts import Attempt, Attempts
+from gpt2_fp8.engine.average import WeightAverage
 from gpt2_fp8.engine.evaluation import Evaluation, in_mode
 from gpt2_fp8.engine.exchange import Exchange, NoSync
 from gpt2_fp8.engine.gradients import Backward, Gradients
@@ -66,7 +67,9 @@ class TrainingStep:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
         share: sequences of a step that this rank computes.
         attempts: computes the gradients of a step.
-        evaluation: computes losses and forwards between two steps; it settles the last one.
+        average: of the weights, over the steps whose update was made.
+        evaluation: computes losses and forwards between two steps, with the average if it exists; it settles the last
+            one.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step. One that asks for more here has the next gradients computed again.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
@@ -93,7 +96,8 @@ class TrainingStep:
         gradients = Gradients(plan, self.model, self.scaling, backward, self.exchange, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
         self.attempts = Attempts(gradients, self.share, config.micro_batch, self._memory_of_update)
-        self.evaluation = Evaluation(self.attempts, gradients, self.settle)
+        self.average = WeightAverage(self.model, config.optim.ema_decay, config.optim.ema_start_step)
+        self.evaluation = Evaluation(self.attempts, gradients, self.settle, self.average)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
@@ -113,6 +117,7 @@ class TrainingStep:
         self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
         self.attempts.steps_in_fp8 = steps_in_fp8(config)
+        self.average.begin()
         return self.optimizer, self.schedule
 
     def _memory_of_update(self) -> list[Tensor]:
@@ -203,6 +208,8 @@ class TrainingStep:
         self._unsettled, self._last = None, result
         self.attempts.note_settled(self.schedule.last_epoch)
         self.schedule.step()
+        if not result.read().skipped:
+            self.average.update(self.schedule.last_epoch)
         done()
         for function in self.on_settled:
             function(result)
@@ -247,13 +254,16 @@ class TrainingStep:
     def state_dict(self) -> dict[str, Any]:
         """Return what a step needs beside weights, optimizer and schedule.
 
-        That is the micro-batch size, the FP8 scales, how many of the last steps were in bf16, if any, and with
-        `document_mask` the mask's rule: the text that gave it need not be there when the model is used.
+        That is the micro-batch size, the FP8 scales, how many of the last steps were in bf16, if any, the average of
+        the weights, if there is one, and with `document_mask` the mask's rule: the text that gave it need not be there
+        when the model is used.
         """
         self.settle()
         more: dict[str, Any] = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
         if self.attempts.last_in_bf16:
             more["last_in_bf16"] = self.attempts.last_in_bf16
+        if average := self.average.state_dict():
+            more["average"] = average
         return {"micro_batch_size": self.attempts.state_dict(), "scaling": self.scaling.state_dict(), **more}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -262,4 +272,5 @@ class TrainingStep:
             self.attempts.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
         self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
+        self.average.load_state_dict(saved.get("average"))
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)

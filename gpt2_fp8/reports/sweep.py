@@ -16,7 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import disk, own_words
+from gpt2_fp8.config import disk, own_words, run_length
 from gpt2_fp8.config.shown import as_typed, format_count, table
 from gpt2_fp8.reports import runs
 
@@ -128,6 +128,8 @@ def _job(path: Path, name: str) -> Job:
     told = [(runs.at(found, str, "message") or "").partition("\n")[0].removeprefix("error: ")]
     if reason := runs.at(found, str, "precision", "reason"):
         told.append(f"ran {runs.at(found, str, 'precision', 'ran')}: {reason}")
+    if (limit := runs.at(found, str, "ended_by")) in run_length.EARLY:
+        told.append(f"ended by {limit}")
     figures = {column: runs.at(found, (int, float), key) for column, key, _ in _FIGURES}
     return Job(
         folder=name,

@@ -59,6 +59,13 @@ def is_divided(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights of a divided model that a forward has left gathered: the next one gathers what the rows are."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def lend(model: nn.Module, twin: nn.Module) -> None:
     """Have `twin`, of the same parameters in modules of the same names, compute with those of `model`.
 

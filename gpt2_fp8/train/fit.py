@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.early_stopping import EarlyStop
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard, GracefulStop, TimeLimit
 from gpt2_fp8.callbacks.histograms import Histograms
@@ -29,6 +30,7 @@ from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.programs import read_ranking
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.divergence import RollBack
@@ -40,6 +42,7 @@ from gpt2_fp8.runtime.programs import read_versions
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.loggers import FP8File, RunLabels, build_loggers
 from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.ranking import Ranking
 from gpt2_fp8.train.run_end import RunEnd
 from gpt2_fp8.train.trainer import SameRun, build_trainer, quiet_logs
 
@@ -149,8 +152,16 @@ class Training:
             # The process before this one ended between the last step and its validation.
             trainer.validate(module, datamodule=self.parts.data, verbose=False)
         self.divergence.policy.judge_validation(trainer.global_step, self.last_val_loss())
-        reached = "trainer.max_time" if self.time_limit.reached else None
-        self.end.summary.ended_by = self._limit if trainer.global_step >= run_length.last_step(config) else reached
+        self.end.summary.ended_by = self._find_end(trainer)
+
+    def _find_end(self, trainer: pl.Trainer) -> str | None:
+        """Return the key of the limit that has ended the run; None if something else did."""
+        if trainer.global_step >= run_length.last_step(self.config):
+            return self._limit
+        if self.time_limit.reached:
+            return "trainer.max_time"
+        stop = trainer.early_stopping_callback
+        return run_length.PATIENCE if isinstance(stop, EarlyStop) and stop.reached else None
 
     def _build(self, stop: GracefulStop) -> Parts:
         """Build the parts of a run that continues from `checkpoint`, if there is one.
@@ -182,8 +193,12 @@ class Training:
         return Parts(trainer, module, data, throughput)
 
     def _choose(self, throughput: Throughput) -> list[Callback]:
-        """Return samples, the bar and the user's own, as chosen. What reads numbers is told to `throughput`."""
-        config, callbacks = self.config, list[Callback]()
+        """Return what follows validations, the bar and the user's own, as chosen; tell `throughput` what reads it."""
+        config, options, callbacks = self.config, self.config.callbacks, list[Callback]()
+        if options.early_stopping_patience is not None:
+            callbacks.append(EarlyStop(options.early_stopping_patience, options.early_stopping_min_delta))
+        if options.ranking is not None and not config.trainer.fast_dev_run:
+            callbacks.append(Ranking(read_ranking(options.ranking, []), options.ranking_every_n_steps))
         if config.callbacks.red_flags:
             watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
             throughput.readers.append(rank_zero_only(watch.see))

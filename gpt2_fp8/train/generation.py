@@ -43,13 +43,13 @@ class Generation:
     def __init__(self, config: GenerateConfig):
         self.config, self.device = config, _device(config.device)
         assert config.ckpt_path is not None, "checked before"
-        found = trained.load(config.ckpt_path, config.checkpoint)
+        found = trained.load(config.ckpt_path, config.checkpoint, config.weights)
         if config.tokenizer is not None:  # as if the run's lay there
             sources = [source for _, source in data_schema.sources_of(found.config.data)]
             sources = [replace(source, tokenizer=config.tokenizer) for source in sources]
             data = data_schema.with_sources(found.config.data, sources)
             found = found._replace(config=replace(found.config, data=data))
-        self.path = found.path
+        self.path, self.weights = found.path, found.of
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
         self.tokenizer = _tokenizer(found.config)

@@ -23,6 +23,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.hf_config import CONFIG, INDEX, WEIGHTS, Architecture
+from gpt2_fp8.config.programs import Averaged
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 from gpt2_fp8.config.shown import format_count
@@ -62,12 +63,15 @@ before; no other token was added.
 """
 
 
-def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: str | None = None) -> str:
+def export(
+    source: Path, folder: Path, with_tokenizer: bool = True, license_id: str | None = None, weights: Averaged = "auto"
+) -> str:
     """Write the weights of `source` to `folder`, float32, with tokenizer and model card; returns in a line what.
 
-    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card.
+    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card. `weights`: see
+    `trained.read`.
     """
-    found = trained.read(trained.find_checkpoint(source), "precision", "TokenDataModule")
+    found = trained.read(trained.find_checkpoint(source), "precision", "TokenDataModule", weights=weights)
     config, ids = found.config, vocabulary(found.config)
     architecture = choose_architecture(config.model, found.path)
     theirs = hf_names.to_hf(found.weights, hf_names.places(config.model, architecture, ids))
@@ -77,7 +81,7 @@ def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: 
     others["README.md"] = _model_card(found, count, architecture.name, license_id).encode()
     _write_folder(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
     crossing = "; trained with document_mask=true, while transformers attends across documents"
-    said = f"{folder}: {architecture.name}, {count:,} parameters, from {found.path}"
+    said = f"{folder}: {architecture.name}, {count:,} parameters, the {found.of} weights of {found.path}"
     return said + (crossing if config.document_mask else "")
 
 
@@ -120,6 +124,7 @@ def _model_card(found: Trained, parameters: int, architecture: str, license_id: 
         "text": data.name + (f" ({', '.join(repos)})" if repos else ""),
         "trained on": f"{step * tokens_a_step(config):,} tokens: {step:,} steps of {config.global_batch_size:,} "
         "sequences",
+        "weights": "" if found.of == "raw" else f"averaged over steps, with a decay of {config.optim.ema_decay}",
         **_computed_rows(found),
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
@@ -147,6 +152,8 @@ def _computed_rows(found: Trained) -> dict[str, str]:
     last = f", the last {format_count(in_bf16, 'step')} in bf16" if in_bf16 else ""
     rows = {"precision": f"{ran}{recipe}{last}" if ran else ""}
     noted = pointers.read_note(found.path)
+    if found.of == "raw" and found.config.optim.ema_decay is not None:
+        noted = None  # it is the average's
     if noted is not None and noted.val_loss is not None:
         evaluated = isinstance(asked, FP8PrecisionConfig) and asked.evaluation == "bf16" and ran.startswith("fp8")
         loss = f"{noted.val_loss:.4f} nats a token, perplexity {math.exp(min(noted.val_loss, 700)):,.2f}"

@@ -2,7 +2,7 @@
 
 TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
 the names are chosen to begin with the loss: loss, optim, optim_steps, perplexity, precision_fp8,
-precision_fp8_layers, speed, system, tensors_*.
+precision_fp8_layers, ranking, speed, system, tensors_*.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _TAGS = {
 _PREFIXES = {
     "fp8/": "precision_fp8/",
     "val_loss/": "loss/val/",  # of a source of a mixture
+    "ranking/": "ranking/",
     "tokens/": "optim_steps/tokens_of_",
     "epochs/": "optim_steps/epochs_of_",
 }

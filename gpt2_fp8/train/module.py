@@ -32,7 +32,7 @@ from gpt2_fp8.runtime.sharding import Sharding
 from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.language_model import check_shape
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.strategies import own_part
+from gpt2_fp8.train.strategies import ShardedStrategy, own_part
 from gpt2_fp8.train.trainer import check_trainer, write_folders
 
 
@@ -172,7 +172,7 @@ class GPT2Module(pl.LightningModule):
     def _check_replicas(self) -> None:
         """Raise Drifted if ranks have different weights. Collective."""
         self.step.settle()
-        check_replicas(self.model, self.trainer.global_step)
+        check_replicas(self.model, self.trainer.global_step, self.step.average.state_dict().values())
 
     def _log_train_loss(self) -> None:
         """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""
@@ -270,9 +270,17 @@ class GPT2Module(pl.LightningModule):
         """Add what a run needs to continue: see `resume.add_state`. Raises Drifted."""
         self._check_replicas()
         resume.add_state(checkpoint, self.step)
+        if isinstance(strategy := self.trainer.strategy, ShardedStrategy):
+            checkpoint["training_step"] = strategy.whole(checkpoint["training_step"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what a run continues from: see `resume.take_state`, and what it raises."""
+        """Restore what a run continues from: see `resume.take_state`, and what it raises.
+
+        A Trainer that does not fit gets the weights that a run validates with: their average, if there is one.
+        """
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            checkpoint["training_step"], average = trained.split_average(checkpoint.get("training_step", {}))
+            checkpoint["state_dict"] = average or checkpoint["state_dict"]
         self._random_states, self._step_state = resume.take_state(checkpoint, self.trainer, self.step), {}
 
 

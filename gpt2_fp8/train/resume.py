@@ -30,6 +30,7 @@ from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.train import trained
+from gpt2_fp8.train.strategies import own_part
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     generators' states of every rank, for when nothing else draws numbers before training. Raises UserError where the
     checkpoint is another model's, or of other text, with every difference.
     """
-    config, own = step.config, checkpoint.get("training_step", {})
+    config, own = step.config, _own_state(checkpoint, step)
     others = list(other_settings(config.model, checkpoint.get("model", {})))
     if trainer.state.fn != TrainerFn.FITTING:
         refuse(others)
@@ -71,9 +72,21 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
     changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
+    if ("average" in own) != step.average.exists:
+        what = "begins with the weights of" if step.average.exists else "ends with"
+        changes.append(f"the average of weights {what} step {checkpoint['global_step']}, by optim.ema_decay")
     for change in changes if trainer.is_global_zero else ():
         log.warning("%s", change)
     return list(checkpoint["rng"])
+
+
+def _own_state(checkpoint: dict[str, Any], step: TrainingStep) -> dict[str, Any]:
+    """Return what a checkpoint has of a training step, of the average of a divided model this rank's rows."""
+    saved: dict[str, Any] = dict(checkpoint.get("training_step", {}))
+    if step.average.exists and "average" in saved:
+        weights = dict(step.model.named_parameters())
+        saved["average"] = {name: own_part(value, weights.get(name)) for name, value in saved["average"].items()}
+    return saved
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:

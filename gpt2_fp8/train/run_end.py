@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_fp8.checkpoint import durable, pointers
-from gpt2_fp8.config import disk, hf_config, own_words
+from gpt2_fp8.config import disk, hf_config, own_words, run_length
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
@@ -233,6 +233,7 @@ def result_line(done: Summary, first_step: int) -> str:
         ("{:,.0f} tok/s", done.tokens_per_second),
     )
     found = [shown.format(value) for shown, value in known if value is not None]
+    steps += f", ended by {done.ended_by}" if done.ended_by in run_length.EARLY else ""
     return f"{done.status} {steps}: {', '.join(found)}" if found else f"{done.status}: {steps}"
 
 

@@ -166,7 +166,8 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     layers += [f"slower than it could be: {', '.join(slower)}"] if slower else []
     log.log(logging.WARNING if slower else logging.INFO, "layers     %s", "; ".join(layers))
     state = optimizer_bytes(config.optimizer, model, padded) / parameters
-    log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
+    averaged = "" if config.optim.ema_decay is None else "; validations, samples and exports take the EMA of weights"
+    log.info("optimizer  %s: %.3g bytes of state a parameter%s", config.optimizer.name, state, averaged)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     numbers = (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)
     log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s",

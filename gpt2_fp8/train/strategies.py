@@ -107,15 +107,18 @@ class ShardedStrategy(RanksStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         return model
 
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with copies of its whole tensors, on rank 0. Collective."""
+        found: dict[str, Any] = sharding.whole(state, self.copy_to_host)
+        return found
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole weights on rank 0. Collective."""
-        whole: dict[str, Any] = sharding.whole(super().lightning_module_state_dict(), self.copy_to_host)
-        return whole
+        return self.whole(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the whole state of an optimizer on rank 0. Collective."""
-        whole: dict[str, Tensor] = sharding.whole(super().optimizer_state(optimizer), self.copy_to_host)
-        return whole
+        return self.whole(super().optimizer_state(optimizer))
 
     def teardown(self) -> None:
         """End without freeing memory, or moving the model: a GPU may wait for a rank that has run out of memory."""

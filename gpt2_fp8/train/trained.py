@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
-from gpt2_fp8.config.programs import EXAMPLES, Which, is_run
+from gpt2_fp8.config.programs import EXAMPLES, Averaged, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -31,14 +31,15 @@ class Trained(NamedTuple):
     path: Path
     config: RunConfig
     weights: Mapping[str, Tensor]  # float32, by our names
-    step: Mapping[str, Any]  # what a training step begins with beside them, such as FP8 scales
+    of: Literal["raw", "ema"]  # the weights of its step, or their average
+    step: Mapping[str, Any]  # what a training step begins with beside them, such as FP8 scales; without an average
     parts: Mapping[str, Any]  # what else was asked for, and `KEY`
 
 
-def load(ckpt_path: str, which: Which) -> Trained:
-    """Return the model that `ckpt_path` and `checkpoint` of a program's command line mean, with remedies for that."""
+def load(ckpt_path: str, which: Which, weights: Averaged = "auto") -> Trained:
+    """Return the model that these words of a program's command line mean, with remedies for that."""
     try:
-        return read(find_checkpoint(Path(ckpt_path).expanduser(), which))
+        return read(find_checkpoint(Path(ckpt_path).expanduser(), which), weights=weights)
     except CheckpointError as error:  # its own remedies are for a run, or for Python
         remedy = f"name another one: {EXAMPLES}"
         raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
@@ -54,12 +55,28 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
     return found
 
 
-def read(path: Path, *parts: str, map_location: torch.device | str = "cpu", config: RunConfig | None = None) -> Trained:
-    """Read a checkpoint's folder, and these parts of it too. `config` is for one that does not hold its own."""
+def read(
+    path: Path, *parts: str, map_location: torch.device | str = "cpu", config: RunConfig | None = None,
+    weights: Averaged = "auto",
+) -> Trained:  # fmt: skip
+    """Read a checkpoint's folder, and these parts of it too. `config` is for one that does not hold its own.
+
+    `weights`: those of its step, or their average; auto: the average if it holds one. Raises UserError without it.
+    """
     checkpoint = files.read(path, map_location, ("state_dict", "training_step", KEY, *parts))
     config = config or from_checkpoint(checkpoint, path)
     rest = {key: checkpoint[key] for key in (KEY, *parts) if key in checkpoint}
-    return Trained(path, config, checkpoint["state_dict"], checkpoint.get("training_step", {}), rest)
+    step, average = split_average(checkpoint.get("training_step", {}))
+    if weights == "ema" and average is None:
+        raise UserError.of(f"weights=ema: {path} holds no average of weights", "weights=raw")
+    if average is None or weights == "raw":
+        return Trained(path, config, checkpoint["state_dict"], "raw", step, rest)
+    return Trained(path, config, average, "ema", step, rest)
+
+
+def split_average(step: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Split what a checkpoint has of a training step into that without the average of weights, and the average."""
+    return {key: value for key, value in step.items() if key != "average"}, step.get("average")
 
 
 def to_plain(config: RunConfig, vocab_size: int | None = None) -> dict[str, Any]:

@@ -246,8 +246,8 @@ def _check_fit(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
         yield Problem("trainer=fsdp: only python -m gpt2_fp8.run divides a model", "leave it out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            cause = f"{type(callback).__name__} averages the weights of several steps, and a checkpoint holds one's"
-            yield Problem(cause, "leave it out")
+            cause = f"{type(callback).__name__} reads weights before it is known whether the step's update was made"
+            yield Problem(cause, "load_config('optim.ema_decay=0.999')")
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or not data.is_of(config):
         cause = "the module trains on a TokenDataModule of its own configuration, and the Trainer has none"

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from gpt2_fp8.compat.fully_shard import count_collectives, reset_iteration
+from gpt2_fp8.engine.average import WeightAverage
 
 
 @pytest.fixture
@@ -44,3 +45,21 @@ def test_after_a_pass_that_failed_the_next_is_as_ever(mesh, monkeypatch, own):
             model(x).sum().backward()
         handle.remove()
         assert all(map(torch.equal, gradients(), expected))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_takes_rows_that_were_exchanged_since_they_were_gathered(mesh, reshard):
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.ones(2, 8)
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    average, weights = WeightAverage(model, 0.5, 0), list(model.parameters())
+    average.begin()
+    before = model(x)
+    before.sum().backward()
+    with torch.no_grad():
+        for weight in weights:
+            weight.to_local().add_(1.0)
+        after = model(x)
+        with average.in_place():
+            assert torch.equal(model(x), before)
+        assert torch.equal(model(x), after)

@@ -13,6 +13,7 @@ from gpt2_fp8.engine.evaluation import Evaluation
 
 IDS = torch.zeros(8, 5, dtype=torch.int32)
 AGREE = ("agree", None)
+NO_AVERAGE = SimpleNamespace(in_place=nullcontext)
 
 
 class Gradients:
@@ -97,7 +98,7 @@ def test_an_evaluation_counts_no_padding():
 
     gradients = Gradients(room=4)
     gradients.evaluate = loss
-    of = Evaluation(None, gradients, undo)
+    of = Evaluation(None, gradients, undo, NO_AVERAGE)
     assert of.sums(ids).tolist() == [4.0, 2.0]
     of._batch.size = 1
     assert of.sums(ids).tolist() == [4.0, 2.0]
@@ -130,7 +131,7 @@ class BesideGraphs(Gradients):
 def test_64_a_validation_takes_the_room_of_cuda_graphs_before_it_becomes_smaller(caplog):
     caplog.set_level(logging.WARNING)
     gradients = BesideGraphs(room=4)
-    of, evaluation = attempts(gradients), Evaluation(None, gradients, undo)
+    of, evaluation = attempts(gradients), Evaluation(None, gradients, undo, NO_AVERAGE)
     of.in_own_precision(IDS, undo)
     gradients.asked.clear(), caplog.clear()
     assert evaluation.sums(IDS).tolist() == [64.0, 32.0], "the sum of the losses of 32 targets, of 2 each"

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gpt2_fp8.engine.replicas import checksum
 from tests.gpu import launches
@@ -19,7 +20,7 @@ from tests.gpu.common import hopper
 from tests.gpu.launches import SHARED, Launch
 from tests.gpu.test_faults import OURS, ROADS, WIDE, happened
 from tests.gpu.test_runs import ON_GPU
-from tests.runs import metrics, summary
+from tests.runs import checkpoint, metrics, summary
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.fp8, pytest.mark.skipif(GPUS < 2 and not SHARED, reason="fewer than two GPUs")]
@@ -48,7 +49,7 @@ KILLED = ["killed_before_its_gradients", "killed_in_the_exchange"]
 SMALL_LLAMA = [
     *WIDE, "model.norm=rms_norm", "model.mlp=swiglu", "model.positions=rope", "model.tied_head=false",
     "model.bias=false", "model.n_kv_head=4", "micro_batch_size=2", "trainer.max_steps=12",
-    "trainer.val_check_interval=6", "optim.lr=1e-4",
+    "trainer.val_check_interval=6", "optim.lr=1e-4", "optim.ema_decay=0.8",
     "callbacks.checkpoint_every_n_steps=6",
 ]  # fmt: skip
 IN_TE = [*ON_GPU[1:], *SMALL_LLAMA, "precision.backend=te", "recipe=delayed"]
@@ -225,6 +226,8 @@ def test_a_sharded_model_trains_as_one_gpu_does_and_goes_on_replicated(runs):
     own, in_bf16 = (metrics(run.folder)["train_loss"] for run in (sharded, alone))
     assert own == pytest.approx(in_bf16, rel=2e-2)
     assert own.keys() == set(range(1, 13))
+    averages = [load_file(checkpoint(run.folder, 12) / "average.safetensors") for run in (sharded, alone)]
+    torch.testing.assert_close(*averages, rtol=0.05, atol=2e-3)
 
 
 @own_gpus

@@ -161,6 +161,23 @@ def test_validation_leaves_training_as_it_was(tmp_path, overrides):
 
 
 @pytest.mark.parametrize("overrides", [*THROUGH, pytest.param(FUSED, marks=hopper)], ids=" ".join)
+@pytest.mark.parametrize("evaluation", ["fp8", "bf16"])
+def test_an_average_of_weights_is_validated_and_no_fp8_copy_of_it_is_trained_with(
+    tmp_path, monkeypatch, evaluation, overrides
+):
+    monkeypatch.chdir(tmp_path)
+    words = [*overrides, f"precision.evaluation={evaluation}", "trainer.val_check_interval=1"]
+    train(tmp_path / "bf16", *words, "optim.ema_decay=0.9", base=ON_GPU)  # where `evaluated` looks
+    train(tmp_path / "plain", *words, base=ON_GPU)
+    own, plain = (metrics(tmp_path / name) for name in ("bf16", "plain"))
+    assert list(own["train_loss"].values()) == pytest.approx(list(plain["train_loss"].values()), rel=1e-3)
+    assert abs(own["val_loss"][12] - plain["val_loss"][12]) > 0.02, "it is behind"
+    of = f"precision.evaluation={evaluation}"
+    assert evaluated(of) == pytest.approx(own["val_loss"][12], rel=2e-4)
+    assert evaluated(of, "weights=raw") == pytest.approx(plain["val_loss"][12], rel=1e-3)
+
+
+@pytest.mark.parametrize("overrides", [*THROUGH, pytest.param(FUSED, marks=hopper)], ids=" ".join)
 def test_a_validation_in_bf16_is_of_the_weights_as_they_are_exported(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
     for name in ("fp8", "bf16"):

@@ -18,8 +18,8 @@ from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
 from gpt2_fp8.train import trained
-from gpt2_fp8.train.evaluation import encode_pair, log_likelihoods, rank
 from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.ranking import encode_pair, log_likelihoods, rank
 from tests.data.tokenizers_made import write_ranks
 from tests.runs import checkpoint, summary, train
 

@@ -4,7 +4,9 @@ import csv
 import json
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks import BATCH, fault, run
@@ -27,7 +29,7 @@ KINDS = {
     "copies": (
         4,
         10,
-        ["precision=bf16", "micro_batch_size=1"],
+        ["precision=bf16", "micro_batch_size=1", "optim.ema_decay=0.8", "callbacks.ranking=items.jsonl"],
         ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"],
     ),
 }
@@ -44,7 +46,10 @@ GPT2Module.on_train_end = on_train_end
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, kind):
+def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    items = [{"ctx": "import", "endings": ["os", "\x00 \x01" * i, "a long one"], "label": 0} for i in range(1, 6)]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
     ranks, steps, words, own = KINDS[kind]
     words = [
         *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps // 2}", "optim.lr=1e-4",
@@ -62,6 +67,9 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, kind):
     weights = [(tmp_path / f"rank-{rank}").read_text() for rank in range(ranks)]
     assert weights == weights[:2] * (ranks // 2)
     assert weights[0] != weights[1]
+    if kind == "copies":  # a forward leaves weights gathered, which must not be those of the average
+        assert divided["ranking/acc"] == alone["ranking/acc"]
+        assert difference_of_averages(*(checkpoint(folder, steps) for folder in folders)) < 0.2
     if kind == "fp32":
         one, other = map(histograms, folders)
         assert one.keys() == other.keys()
@@ -69,6 +77,17 @@ def test_divided_among_ranks_a_run_is_that_of_one_process(tmp_path, kind):
     if kind == "fp8":
         one, other = ([row[:4] for row in csv.reader((folder / "fp8.csv").open())] for folder in folders)
         assert one == other, "the steps and tensors"
+
+
+def difference_of_averages(checkpoint, other):
+    """How far an average of weights is from another, as a part of how far that is from the weights."""
+    own, theirs = (load_file(folder / "average.safetensors") for folder in (checkpoint, other))
+    weights = load_file(other / "model.safetensors")
+    assert own.keys() == theirs.keys() == weights.keys()
+    apart, behind = (
+        torch.cat([(one[name] - theirs[name]).flatten() for name in theirs]).norm() for one in (own, weights)
+    )
+    return float(apart / behind)
 
 
 def histograms(folder):
@@ -113,11 +132,13 @@ def contents(folder):
 def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path):
     """Its third step is validated in the second leg, and so on: each leg ends with a validation that is due.
 
-    The moments in bfloat16 are rounded by the places of their elements.
+    The moments in bfloat16 are rounded by the places of their elements. The patience ends it: only the first loss is
+    lower by so much.
     """
     words = [
-        "precision=fp32", "optimizer=adamw_bf16", "trainer.max_steps=15", "trainer.val_check_interval=3",
-        "callbacks.checkpoint_every_n_steps=3", "callbacks.keep_checkpoints=9",
+        "precision=fp32", "optimizer=adamw_bf16", "trainer.max_steps=18", "trainer.val_check_interval=3",
+        "callbacks.checkpoint_every_n_steps=3", "callbacks.keep_checkpoints=9", "optim.ema_decay=0.8",
+        "callbacks.early_stopping_patience=4", "callbacks.early_stopping_min_delta=99",
     ]  # fmt: skip
     train(tmp_path / "one", *MODEL, *BATCH, *words)
     theirs = metrics(tmp_path / "one")
@@ -139,6 +160,10 @@ def test_a_run_moves_between_numbers_of_ranks_and_strategies(tmp_path):
     assert divided == two
     assert four["model.safetensors"] == two["model.safetensors"]
     assert four["optimizer.safetensors"] == two["optimizer.safetensors"]
+    for folder in (tmp_path / "one", tmp_path / "outputs/run"):
+        told = summary(folder)
+        assert (told["ended_by"], told["steps"]) == ("callbacks.early_stopping_patience", 15)
+    assert difference_of_averages(*(checkpoint(tmp_path / name, 15) for name in ("outputs/run", "one"))) < 0.01
 
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=6", "optim.lr=1e-4"]

@@ -183,6 +183,24 @@ def test_it_goes_on_as_if_it_had_not_stopped_the_program_from_it_and_it_from_the
     assert same(other, whole.module)
 
 
+def test_an_average_of_weights_goes_on_with_the_same_bits(whole, tmp_path):
+    averaged = load_config(*WORDS, "optim.ema_decay=0.8")
+    module, made = fit(averaged, tmp_path, enable_checkpointing=False)
+    assert same(module, whole.module)
+    found, folder = module.step.average.state_dict(), tmp_path / "end"
+    loss = made.callback_metrics["val_loss"]
+    assert loss != whole.rows.of("val_loss")[STEPS]
+    made.save_checkpoint(folder)
+    fit(averaged, tmp_path, max_steps=5, callbacks=[ModelCheckpoint(tmp_path / "half", save_last=True)])
+    other, _ = fit(averaged, tmp_path, tmp_path / "half/last.ckpt", enable_checkpointing=False)
+    assert same(other.step.average.state_dict(), found)
+    data = TokenDataModule.from_config(averaged)
+    for validated, path in ((other, None), (GPT2Module(averaged), folder)):
+        validator = trainer(averaged, tmp_path)
+        (metrics,) = validator.validate(validated, datamodule=data, ckpt_path=path, verbose=False)
+        assert metrics["val_loss"] == loss
+
+
 def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     whole.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     with pytest.raises(UserError, match=r"cannot be continued from: it has no .*optimizer_states"):

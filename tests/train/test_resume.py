@@ -28,7 +28,7 @@ DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fract
 CASES = {
     "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2"],
     "bf16": ["precision=bf16", "micro_batch_size=8"],
-    "adamw_bf16": ["optimizer=adamw_bf16"],
+    "adamw_bf16": ["optimizer=adamw_bf16", "optim.ema_decay=0.9", "optim.ema_start_step=2"],
     "muon": ["optimizer=muon"],
     "emulated, penalties": [*EMULATED, "penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"],
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
