@@ -144,6 +144,8 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     values = values_of([word for word in request.words if word not in choices], problems)
     for key, value in values.items():
         above, _, last = key.rpartition(".")
+        if above.rpartition(".")[0] == "data.validation":
+            plain["data"]["validation"].setdefault(above.rpartition(".")[2], {})
         place = value_of(plain, above) if above else plain
         if _takes(key) and isinstance(place, dict):
             place[last] = value

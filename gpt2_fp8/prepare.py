@@ -109,12 +109,6 @@ def _find_uncached(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}=null: no folder to keep the tokens in", f"add {key}=FOLDER, also to the run")
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = programs.parser(
         "prepare",
@@ -127,7 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=_positive, metavar="N", help="the text of the first N steps; without it, of the whole run"
+        "--steps",
+        type=programs.positive,
+        metavar="N",
+        help="the text of the first N steps; without it, of the whole run",
     )
     length.add_argument("--all", action="store_true", help="the whole text, whatever the run needs of it")
     return parser

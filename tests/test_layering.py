@@ -28,6 +28,7 @@ HOUSE = {
     "compare": Row("checkpoint config reports runtime"),
     "schedule": Row("compose config engine train runtime", "matplotlib"),
     "prepare": Row("compose config data runtime"),
+    "tokenizer": Row("compose config data runtime"),
     "doctor": Row("measure runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
@@ -65,14 +66,15 @@ HOUSE = {
     "runtime": Row("compat config", "torch numpy filelock"),
     # what is private in other libraries: it knows nothing of this one
     "compat": Row("", "torch lightning transformer_engine torchao flash_attn hydra omegaconf"),
-    "config": Row(""),
+    "config": Row("", "huggingface_hub"),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "data.datamodule"],
     "transformer_engine": ["fp8", "layers.te", "compat.transformer_engine", "measure.machine"],
-    "torchao": ["fp8.recipes", "compat.torchao"], "flash_attn": ["compat.flash_attn"], "huggingface_hub": ["data"],
-    "tokenizers": ["data.tokenizer"], "cuda": ["kernels.nvrtc"], "matplotlib": ["reports.render", "schedule"],
+    "torchao": ["fp8.recipes", "compat.torchao"], "flash_attn": ["compat.flash_attn"],
+    "huggingface_hub": ["data", "config.tokenizer_file"], "tokenizers": ["data.tokenizer", "data.tokenizer_training"],
+    "cuda": ["kernels.nvrtc"], "matplotlib": ["reports.render", "schedule"],
     "yaml": ["compose", "reports.sweep", "train.loggers"], "mlflow": ["train.services"], "wandb": ["train.services"],
     "tensorboard": ["train.loggers"], "rich": ["callbacks.progress"],
     "hydra": ["run", "evaluate", "compose", "compat.hydra_private"], "joblib": ["compose.sweeps"],
@@ -89,7 +91,7 @@ INSIDE_FUNCTIONS = {
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
     *("config", "compose", "__main__", "run", "bench", "export", "table", "compare", "schedule", "prepare", "doctor"),
-    *("generate", "import_hf", "evaluate", "train.launch", "train.run_end", "train.sweep_job"),
+    *("tokenizer", "generate", "import_hf", "evaluate", "train.launch", "train.run_end", "train.sweep_job"),
     *("compat.hydra_private", "runtime.ranks", "runtime.signals", "runtime.gpu_locks"),
     *("runtime.slurm", "runtime.programs"),
 ]

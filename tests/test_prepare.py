@@ -87,10 +87,12 @@ def alone(folder):
 
 
 def test_a_run_afterwards_reads_the_cache_alone(here, monkeypatch, capsys):
-    words = mixture(here)
+    (here / "more.txt").write_text("some other words\n" * 400)
+    words = [*mixture(here), "data.validation.more.files=more.txt"]
     out = said(capsys, *words, "run_name=r").out
     sides, (new, there) = counts(out)
-    assert sides.keys() == {"own training", "own validation", "web training", "web validation"}
+    sources = {"own training", "own validation", "web training", "web validation"}
+    assert sides.keys() == {*sources, "more validation"}
     assert (new, there) == (sum(units for units, _, _ in sides.values()), 0)
     (command,) = re.findall(r"^next: python -m gpt2_fp8.run (.*)$", out, re.MULTILINE)
     assert shlex.split(command) == [*words, "run_name=r"]

@@ -129,7 +129,7 @@ def _spell(words: list[str], schema: type) -> list[str]:
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
-        if group in _HYDRAS_TEXTS or is_text(schema, re.sub(r"^data\.sources\.\w+\.", "data.", group)):
+        if group in _HYDRAS_TEXTS or is_text(schema, group):
             word = _as_text(word)
         if group in MAY_BE_NULL and choice == "null":
             later = any(other.lstrip("+").startswith(f"{group}=") for other in words[place + 1 :])

@@ -19,7 +19,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import programs
 
 _SCHEMAS: dict[str, tuple[type, ...]] = {  # of programs that take keys
-    "run": (RunConfig,), "schedule": (RunConfig,), "prepare": (RunConfig,), "bench": (BenchRunConfig,),
+    **dict.fromkeys(("run", "schedule", "prepare", "tokenizer"), (RunConfig,)), "bench": (BenchRunConfig,),
     "evaluate": (EvaluateConfig, RunConfig), "generate": (GenerateConfig,),
 }  # fmt: skip
 _COMMAND = re.compile(r"\S*gpt2-fp8\s+|\S+\s+-m\s+gpt2_fp8(?:\.(\w+))?\s+")

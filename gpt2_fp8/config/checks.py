@@ -178,6 +178,9 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
         yield from problems
     for name, source in data_schema.sources_of(config.data):
         yield from (data_schema.as_named(problem, name) for problem in _check_source(source))
+    for name, source in data_schema.sets_of(config.data):
+        if isinstance(source, (FilesData, TokenFilesData)):
+            yield from (data_schema.as_of_set(problem, name) for problem in _check_files(source))
 
 
 def _check_run_name(name: str) -> Iterator[Problem]:
@@ -214,11 +217,7 @@ def _check_source(data: Mixed) -> Iterator[Problem]:
     if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
             yield problem(data, "train_files", "nothing to train on", "name a file or a folder", prefix="data.")
-        problems: list[Problem] = []
-        kinds = text_files.OF_TEXT if isinstance(data, FilesData) else text_files.OF_IDS
-        for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-            text_files.find_all(key, patterns, kinds, problems)
-        yield from problems
+        yield from _check_files(data)
         none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
         if not data.val_files and data.val_sequences > 0 and none_held_out:
             remedy = "data.val_sequences=0 for no validation"
@@ -231,10 +230,19 @@ def _check_source(data: Mixed) -> Iterator[Problem]:
         yield from (one._replace(keys=("data.tokenizer",)) for one in error.problems)
 
 
+def _check_files(data: FilesData | TokenFilesData) -> list[Problem]:
+    problems: list[Problem] = []
+    kinds = text_files.OF_TEXT if isinstance(data, FilesData) else text_files.OF_IDS
+    for key, patterns in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        text_files.find_all(key, patterns, kinds, problems)
+    return problems
+
+
 _ACROSS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _names,
     kept_layers.check,
     lambda config: data_schema.check_mixture(config.data),
+    lambda config: data_schema.check_validation(config.data),
     _shape,
     _vocabulary,
     run_length.check,

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gpt2_fp8.config import disk, text_files
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import Part, Scored, Seed, Workers, problem, show
+from gpt2_fp8.config.keys import Part, Scored, Seed, Sequences, Workers, problem, show
 
 LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of llm.c's headers; `data/files.py` reads the rest
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
@@ -26,6 +26,18 @@ _OF_BORDERS = ("document_mask", "data.train_files", "data.val_files", "data.sour
 _NO_TEXT = ("name", "num_workers", "seed", "val_sequences", "cache_dir")  # keys that do not say which text it is
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _KEY = re.compile(r"(?<![\w./@])data\.(?!sources\.)(?=[a-z_]+\b)")
+_KEY_OF_SET = re.compile(r"(?<![\w./@])data\.(?:train_|val_)?(?=(?:files|repo|revision|text_column)\b)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """A text of `data.validation`, which is validated by itself. It has the tokenizer and the cache of `data`."""
+
+    files: list[str] = field(default_factory=list)  # paths, folders or globs of text or .bin; of `repo`, inside it
+    repo: str | None = None  # a data set of the hub; without files, its split `validation` or `test`
+    revision: str = "main"  # of `repo`
+    text_column: str = "text"
+    sequences: Sequences = 256  # that are scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +45,13 @@ class DataConfig:
     """What every data set has."""
 
     name: str
-    tokenizer: str  # gpt2, bytes, or the path of a tokenizer.json, of Llama 3's tokenizer.model, or of their folder
+    # gpt2, bytes, ORG/NAME of the hub's tokenizer.json, the path of one or of Llama 3's tokenizer.model, or of a folder
+    tokenizer: str
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
     val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
+    # further texts by names of your own, each validated as val_loss/NAME: {NAME: {files: text}}
+    validation: dict[str, ValidationSet] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +130,7 @@ class MixtureData:
     seed: Seed  # of the mixing; the order of each source follows its own
     weights: dict[str, float] | None  # by the sources' names, in any unit; null: all alike
     sources: dict[str, Mixed]
+    validation: dict[str, ValidationSet] = field(default_factory=dict)  # as of any data
 
     @property
     def tokenizer(self) -> str:
@@ -149,7 +165,29 @@ def with_sources(data: TextOfARun, sources: list[Mixed]) -> TextOfARun:
 
 def without_validation(data: TextOfARun) -> TextOfARun:
     """Return the same group with no validation sequences."""
+    data = replace(data, validation={})
     return with_sources(data, [replace(source, val_sequences=0) for _, source in sources_of(data)])
+
+
+def sets_of(data: TextOfARun) -> list[tuple[str, Mixed]]:
+    """Return each text of `data.validation` with its name, as a source that has this text alone."""
+    own = [source for _, source in sources_of(data)]
+    cache_dirs = [source.cache_dir for source in own if isinstance(source, TextData) and source.cache_dir]
+    headerless = [source.headerless for source in own if isinstance(source, TokenFilesData)]
+    found: list[tuple[str, Mixed]] = []
+    for name, one in data.validation.items():
+        about: dict[str, Any] = {"name": name, "tokenizer": data.tokenizer, "num_workers": 0, "seed": 0}
+        about |= {"val_sequences": one.sequences, "train_files": [], "val_files": one.files}
+        text = about | {"text_column": one.text_column, "cache_dir": cache_dirs[0] if cache_dirs else None}
+        if one.repo is not None:
+            text |= {"train_files": one.files, "val_files": []}  # so that no other file is asked for
+            found.append((name, HubData(kind="hub", repo=one.repo, revision=one.revision, **text)))
+        elif one.files and all(text_files.kind_of(file) == ("bin", "") for file in one.files):
+            ids = headerless[0] if headerless else "uint16"
+            found.append((name, TokenFilesData(kind="token_files", headerless=ids, **about)))
+        else:
+            found.append((name, FilesData(kind="files", val_fraction=0.0, **text)))
+    return found
 
 
 def as_named(problem: Problem, name: str) -> Problem:
@@ -158,6 +196,36 @@ def as_named(problem: Problem, name: str) -> Problem:
         return problem
     cause, remedy, *keys = (_KEY.sub(f"data.sources.{name}.", text) for text in (*problem[:2], *problem.keys))
     return Problem(cause if f"data.sources.{name}." in cause else f"source {name}: {cause}", remedy, tuple(keys))
+
+
+def as_of_set(problem: Problem, name: str) -> Problem:
+    """Return a problem in the words of the text NAME of `data.validation`: `data.validation.NAME.files`."""
+    key = f"data.validation.{name}"
+    cause, remedy = (_KEY_OF_SET.sub(f"{key}.", text) for text in problem[:2])
+    remedy = "" if "data.val_" in remedy else remedy  # which is for the run's own validation
+    return Problem(cause if key in cause else f"{key}: {cause}", remedy, (key,))
+
+
+def check_validation(data: TextOfARun) -> Iterator[Problem]:
+    """Find what is wrong with the names and the keys of `data.validation`."""
+    for name, source in sources_of(data) if isinstance(data, MixtureData) else ():
+        if source.validation:
+            yield Problem(f"data.sources.{name}.validation: the mixture has them all", "data.validation", _SOURCES)
+    for name, one in data.validation.items():
+        key, reason = f"data.validation.{name}", ""
+        if not _NAME.fullmatch(name):
+            reason = "a name is a letter, then letters, digits and _, 40 at most"
+        elif name in dict(sources_of(data)):
+            reason = f"val_loss/{name} is that of data.sources.{name}"
+        elif not one.files and one.repo is None:
+            reason = "it has neither files nor repo"
+        elif one.repo is None and one.revision != ValidationSet.revision:
+            reason = f"files of this machine have no revision {show(one.revision)}"
+        if reason:
+            yield Problem(f"{key}: {reason}", keys=(key,))
+    if data.validation and data.val_sequences == 0:
+        reason = "data.validation is scored beside the run's own validation"
+        yield problem(data, "val_sequences", reason, prefix="data.")
 
 
 def weights_of(data: MixtureData) -> dict[str, float]:
@@ -222,7 +290,7 @@ def begin_with_separator(data: TextOfARun) -> bool:
 def check_borders(data: TextOfARun) -> Iterator[Problem]:
     """Find text for which no single rule says which document a separator belongs to."""
     seen: dict[bool, str] = {}
-    for name, source in sources_of(data):
+    for name, source in [*sources_of(data), *sets_of(data)]:
         for begins, path in _kinds(source):
             if path and _magic(path) == LLAMA_3:
                 cause = f"document_mask=true: documents begin with <|begin_of_text|> in {path}, llm.c's for Llama 3"

@@ -133,6 +133,8 @@ def is_text(cls: type, key: str) -> bool:
     """Return whether a dotted key of `cls` is text or a list of texts, in a member of each union on its way."""
     name, _, below = key.partition(".")
     kind = kind_of(hints_of(cls).get(name))
+    if kind.values is not None and kind_of(kind.values).classes:  # after a name of the user's own
+        kind, below = kind_of(kind.values), below.partition(".")[2]
     if below:
         return any(is_text(member, below) for member in kind.classes)
     return any(member in (str, list[str]) for member, _ in kind.members)

@@ -97,7 +97,10 @@ class _Builder:
         if not isinstance(data, dict):
             return self._bad(path, f"{path}={show(data)}: needs keys with values")
         before = len(self.found)
-        values = {str(key): self.value(hint, value, f"{path}.{key}") for key, value in data.items()}
+        classes = kind_of(hint).classes
+        defaults = vars(classes[0]()) if len(classes) == 1 else {}  # no file of `conf` has the user's own names
+        full = {str(key): defaults | value if isinstance(value, dict) else value for key, value in data.items()}
+        values = {key: self.value(hint, value, f"{path}.{key}") for key, value in full.items()}
         return values if len(self.found) == before else _BAD
 
     def _refuse(self, kind: Kind, value: object, path: str) -> Any:

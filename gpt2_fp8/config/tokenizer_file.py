@@ -1,7 +1,8 @@
 """What a tokenizer's own file says without any library: its kind, how many ids it has, and what ends a document.
 
 Two kinds are read. `tokenizer.json` is that of the library `tokenizers`, as Hugging Face's folders have it. The other
-is the rank file of Llama 3 (`tokenizer.model`): a token in base64 and its rank on each line.
+is the rank file of Llama 3 (`tokenizer.model`): a token in base64 and its rank on each line. A name `org/name` is the
+`tokenizer.json` of the hub's repository, as the cache of the hub's client has it; what is not there is fetched once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-from functools import lru_cache
+import re
+from contextlib import suppress
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +26,9 @@ INSTALL = 'pip install -e ".[hf]"'
 SPECIAL = 256  # special tokens of Llama 3, after its ranks
 END_OF_TEXT = "<|end_of_text|>"  # the second of them
 SEPARATORS = ("<|endoftext|>", END_OF_TEXT)  # they end a document, also where a chat's turn ends with another one
+CONFIG = "tokenizer_config.json"  # beside a tokenizer.json
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_TIMEOUT_SECONDS = 10.0  # until the hub counts as out of reach
 _MOST_IDS = 1 << 31  # a batch has ids as int32
 
 
@@ -60,11 +66,36 @@ def find(name: str) -> Path:
     """Return the file that `data.tokenizer=name` means. Raises UserError if there is none."""
     path = Path(name).expanduser()
     found = next((path / file for file in FILES if os.path.isfile(path / file)), path)
+    if _HUB_NAME.fullmatch(name) and not os.path.lexists(path):
+        found, reason = _fetch(name)
+        if reason:
+            cause = f"data.tokenizer={name}: no file or folder here, and not to be had from the hub: {reason}"
+            before = f"without a network, first: hf download {name} {FILES[0]} {CONFIG}"
+            raise UserError.of(cause, f"check the name, and HF_TOKEN if it is gated; {before}")
+        return found
     if not name.strip() or not os.path.isfile(found):
         what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no file"
         cause = f"data.tokenizer={show(name)}: neither gpt2 nor bytes, and {what} (looked in {Path.cwd()})"
-        raise UserError.of(cause, "data.tokenizer=gpt2, bytes, or FOLDER with a tokenizer.json")
+        raise UserError.of(cause, "data.tokenizer=gpt2, bytes, FOLDER with a tokenizer.json, or ORG/NAME of the hub")
     return found
+
+
+@cache
+def _fetch(name: str) -> tuple[Path, str]:
+    """Return where the hub's client keeps the tokenizer.json of a repository, and why it does not ("": it does)."""
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        if not isinstance(path := try_to_load_from_cache(name, FILES[0]), str):
+            HfApi().model_info(name, timeout=_TIMEOUT_SECONDS)  # a download would try for half a minute
+            with suppress(RemoteEntryNotFoundError):  # not every repository has one
+                hf_hub_download(name, CONFIG)
+            path = hf_hub_download(name, FILES[0])
+    except Exception as error:  # the client's own, and those of its HTTP library
+        reason = " ".join(str(error).split())
+        return Path(name), reason[:200] or type(error).__name__
+    return Path(path), ""
 
 
 def read(path: Path) -> bytes:
@@ -116,7 +147,7 @@ def _json(path: Path, content: dict[str, Any]) -> Described:
 
 
 def _eos_token(path: Path) -> str | None:
-    beside = path.with_name("tokenizer_config.json")
+    beside = path.with_name(CONFIG)
     token = json.loads(read(beside)).get("eos_token") if beside.is_file() else None
     return token.get("content") if isinstance(token, dict) else token
 

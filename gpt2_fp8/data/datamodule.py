@@ -72,20 +72,21 @@ class Steps(IterableDataset[dict[str, Any]]):
 
 
 class Validation(IterableDataset[dict[str, Any]]):
-    """One rank's rows of the validation sequences of each source. An item is of one source.
+    """One rank's rows of the validation sequences of each source, and then of each set. An item is of one of them.
 
     Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences.
+    `sets`, the texts of `data.validation`, do not change what the items before them are.
     """
 
-    def __init__(self, sources: dict[str, Tokens], micro_batch_size: int):
-        self.named = "" not in sources
+    def __init__(self, sources: dict[str, Tokens], micro_batch_size: int, sets: dict[str, Tokens]):
+        self.named = "" not in sources or bool(sets)
         rank, world = rank_and_world()
-        most = [math.ceil(len(blocks) / world) for blocks in sources.values()]  # of a rank, for each source
-        self.rows = min(micro_batch_size, max(most))
-        self.ids: list[Tensor] = []  # of each source, int32 [items * rows, n_positions + 1]
-        for blocks, rows in zip(sources.values(), most, strict=True):
+        most = max(math.ceil(len(blocks) / world) for blocks in sources.values())  # of a rank, of one source
+        self.rows = min(micro_batch_size, most)
+        self.ids: list[Tensor] = []  # of each source and set, int32 [items * rows, n_positions + 1]
+        for blocks in (*sources.values(), *sets.values()):
             mine = torch.from_numpy(blocks[rank::world].astype("int32"))
-            missing = math.ceil(rows / self.rows) * self.rows - len(mine)
+            missing = math.ceil(len(blocks) / (world * self.rows)) * self.rows - len(mine)
             self.ids.append(torch.nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING))
 
     def __len__(self) -> int:
@@ -176,11 +177,12 @@ class TokenDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Any]] | list[Any]:
         """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
 
-        Those of a mixture have a "source" too, its place in `val_sources`. [] if data.val_sequences is 0.
+        Those of a mixture, and with `data.validation`, have a "source" too: its place among `val_sources` (the only
+        source is 0) and, after these, `val_sets`. [] if data.val_sequences is 0.
         """
         if not self._found.val:
             return []
-        rows = Validation(self._found.val, self.micro_batch_size)
+        rows = Validation(self._found.val, self.micro_batch_size, self._found.sets)
         # A loader draws a number from its generator for every pass, and a validation that a signal ends is repeated.
         return DataLoader(
             rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available(), generator=torch.Generator("cpu")
@@ -192,6 +194,11 @@ class TokenDataModule(LightningDataModule):
     def val_sources(self) -> list[str]:
         """The sources of a mixture that are validated, by name; empty if the text has one source."""
         return [name for name in self.text.val if name] if self.text is not None else []
+
+    @property
+    def val_sets(self) -> list[str]:
+        """The texts of `data.validation`, by name, which are scored by themselves."""
+        return list(self.text.sets) if self.text is not None else []
 
     def source_metrics(self) -> dict[str, float]:
         """Return `tokens/NAME` and `epochs/NAME` of each source of a mixture, as far as training has come."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, TokenFilesData, sources_of
+from gpt2_fp8.config.data_schema import MixtureData, TextData, TextOfARun, TokenFilesData, sets_of, sources_of
 from gpt2_fp8.data.files import TokenFilesSource
 from gpt2_fp8.data.reader import Readers
-from gpt2_fp8.data.sources import SourceStream
+from gpt2_fp8.data.sources import SourceStream, ValidatedText
 from gpt2_fp8.data.token_stream import TokenStream, find_text
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, TokenisedUnit, Unit
@@ -49,7 +49,8 @@ class Preparation:
         self.tokenised = 0  # units that were tokenised here; the others were in the cache
         self._seen: set[Unit] = set()
         # Of these the tokens are kept: files of ids are read as they are.
-        self._cached = {name for name, source in sources_of(job.data) if isinstance(source, TextData)}
+        texts = [*sources_of(job.data), *sets_of(job.data)]
+        self._cached = {name for name, source in texts if isinstance(source, TextData)}
 
     def run(self) -> None:
         """Read what is needed. Raises as `TokenStream` does, and OSError if the cache's disk takes no more."""
@@ -112,10 +113,11 @@ def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...]
     if isinstance(config, TokenFilesData) and (tokens := count_ids(config)) > n_positions:
         return tokens
 
-    def open_pool(streams: list[SourceStream]) -> UnitPool:
+    def open_pool(streams: list[SourceStream], _: list[ValidatedText]) -> UnitPool:
         return UnitPool(Readers({stream.name: stream.reader for stream in streams}, plugins), config.num_workers)
 
-    (stream,), pool, _ = find_text(config, load_tokenizer(config.tokenizer), n_positions, open_pool)
+    alone = replace(config, validation={})
+    (stream,), pool, _ = find_text(alone, load_tokenizer(config.tokenizer), n_positions, open_pool)
     try:
         read = pool.read(stream.corpus.train, "counting the tokens of an epoch, units")
         return sum(len(unit.tokens) for unit in read)

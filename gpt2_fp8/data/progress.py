@@ -26,7 +26,7 @@ from gpt2_fp8.runtime.collectives import everyones, rank_and_world
 Fingerprint = dict[str, str | int]
 OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
 MOST_LANES = "most_lanes"  # of a source; in the fingerprint of a run that more than `MAX_LANES` ranks have begun
-
+OF_SET = "validation."  # NAME; of `data.validation`, whose texts may come and go
 TABLE_BYTES = 1 << 20  # of a checkpoint: a digest has 8 bytes, less with many units, and at least one
 _SHOWN = 5
 
@@ -156,6 +156,7 @@ class Progress:
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
         keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
+        keys = [key for key in keys if not key.startswith(OF_SET) or {key} <= was.keys() & now.keys()]
         # Lanes follow from the others; the most is the checkpoint's, once that is restored.
         causes = [key for key in keys if key.partition(".")[0] not in ("lanes", MOST_LANES)]
         for key in causes or (() if MOST_LANES in keys else keys):

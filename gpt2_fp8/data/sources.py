@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +14,7 @@ from gpt2_fp8.config import data_schema
 from gpt2_fp8.config.data_schema import (
     FileOrHubData,
     FilesData,
+    HubData,
     Mixed,
     MixtureData,
     RegisteredData,
@@ -36,14 +37,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SourceStream:
-    """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
+class ValidatedText:
+    """A text of `data.validation`, or a source's: what reads it, and how many of its held-out sequences are scored."""
 
     name: str  # the only source of a run has none
     reader: UnitReader
     corpus: Corpus
-    order: Order
     val_sequences: int
+
+
+@dataclass(frozen=True)
+class SourceStream(ValidatedText):
+    """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
+
+    order: Order
     weight: int
     first_unit: int
     first_lane: int
@@ -73,7 +80,7 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
             if not train:
                 raise UserError.of("the training text is too short: 0 tokens in 0 documents")
         order, corpus, first_lane = Order(source.seed, len(train), 1), Corpus(train, val, found.about), len(streams)
-        streams.append(SourceStream(name, reader, corpus, order, source.val_sequences, weight, first_unit, first_lane))
+        streams.append(SourceStream(name, reader, corpus, source.val_sequences, order, weight, first_unit, first_lane))
         first_unit += len(train)
     if len(streams) > 1:
         check_overlap(
@@ -81,6 +88,22 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
             [unit for stream in streams if stream.val_sequences for unit in stream.corpus.val],
         )
     return streams
+
+
+def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStream]) -> list[ValidatedText]:
+    """Find the units of every text of `data.validation`. Raises UserError also for a file that a stream trains on."""
+    found = []
+    train = [unit for stream in streams for unit in stream.corpus.train]
+    for name, source in data_schema.sets_of(config):
+        with naming_source(name, data_schema.as_of_set):
+            reader = build_reader(source, encoding)
+            corpus = reader.source.corpus()
+            named = isinstance(source, HubData) and source.train_files
+            units = [replace(unit, source=name) for unit in (corpus.train if named else corpus.val)]
+            if not isinstance(source, HubData):  # whose units do not name a file
+                check_overlap(train, units)
+        found.append(ValidatedText(name, reader, Corpus([], units), source.val_sequences))
+    return found
 
 
 def build_reader(config: Mixed, encoding: Tokenizer) -> UnitReader:
@@ -115,7 +138,7 @@ def build_source(config: Mixed) -> Source | TokenFilesSource:
 
 
 @contextmanager
-def naming_source(name: str) -> Iterator[None]:
+def naming_source(name: str, rename: Callable[[Problem, str], Problem] = data_schema.as_named) -> Iterator[None]:
     """Enter a context in which a source is looked at: its errors then name it, and its keys as they are typed."""
     try:
         yield
@@ -124,7 +147,7 @@ def naming_source(name: str) -> Iterator[None]:
             raise
         if isinstance(error, DataSourceLost):
             raise DataSourceLost(f"source {name}: {error}") from error
-        raise type(error)(data_schema.as_named(problem, name) for problem in error.problems) from error
+        raise type(error)(rename(problem, name) for problem in error.problems) from error
 
 
 def join_corpora(streams: list[SourceStream]) -> Corpus:
@@ -150,7 +173,7 @@ def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
                 found.add((unit.path, unit.source, source))
     if found:
         raise UserError(
-            Problem(f"source {one} trains on {path}, and source {other} validates with it")
+            Problem(f"{f'source {one}' if one else 'the run'} trains on {path}, and source {other} validates with it")
             for path, one, other in sorted(found)
         )
 

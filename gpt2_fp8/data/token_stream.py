@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.data_schema import FilesData, TextOfARun, sources_of, with_sources
+from gpt2_fp8.config.data_schema import FilesData, TextOfARun, as_named, as_of_set, sources_of, with_sources
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.lane import Batches, Lane, lane_start
 from gpt2_fp8.data.order import MAX_LANES
-from gpt2_fp8.data.progress import MOST_LANES, OVERFIT, Digests, Progress, most_lanes
+from gpt2_fp8.data.progress import MOST_LANES, OF_SET, OVERFIT, Digests, Progress, most_lanes
 from gpt2_fp8.data.reader import Readers
 from gpt2_fp8.data.sources import (
     SourceStream,
+    ValidatedText,
     build_reader,
+    build_sets,
     build_streams,
     deal_lanes,
     join_corpora,
@@ -51,8 +53,8 @@ class TokenStream:
         must_keep: a unit that the cache cannot take is an error.
         ranks: that begin the run; None: as many as there are.
 
-    Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, and `val`, the
-    validation's ids of each source that has any, [sequences, n_positions + 1].
+    Attributes: `corpus`, `streams` (what each source gives), `deal`, `pool` (reads units), `progress`, `val`, the
+    validation's ids of each source that has any, [sequences, n_positions + 1], and `sets`, those of `data.validation`.
 
     Raises UserError if the text is missing, unreadable or too short, and DataSourceLost if its source does not answer.
     """
@@ -82,14 +84,15 @@ class TokenStream:
             elif on_read is not None:
                 early.append((unit, tokenised, side))
 
-        def open_pool(streams: list[SourceStream]) -> UnitPool:
+        def open_pool(streams: list[SourceStream], sets: list[ValidatedText]) -> UnitPool:
             early.clear()
             self.corpus = join_corpora(streams)
             self._digests = Digests(self.corpus)
-            readers = {stream.name: replace(stream.reader, must_keep=must_keep) for stream in streams}
+            readers = {text.name: replace(text.reader, must_keep=must_keep) for text in [*streams, *sets]}
             return UnitPool(Readers(readers, plugins), config.num_workers, note)
 
         self.streams, self.pool, self.val = find_text(config, encoding, n_positions, open_pool)
+        self.sets = {name: self.val.pop(name) for name in config.validation}
         found = True
         for unit, tokenised, side in early:
             assert on_read is not None
@@ -102,6 +105,8 @@ class TokenStream:
             named = f"{stream.name}, {self._share(stream):.4%} of the sequences: " if stream.name else ""
             counts = len(stream.corpus.train), stream.order.lanes, len(self.val.get(stream.name, ()))
             log.info("data: %s%s; %d units, %d lanes, %d validation sequences", named, said, *counts)
+        for name, ids in self.sets.items():
+            log.info("data: validation.%s: %d sequences", name, len(ids))
 
     def _deal_lanes(self, most: int) -> None:
         """Stand at the start of the text, in up to `most` lanes of each source."""
@@ -124,6 +129,7 @@ class TokenStream:
             "seed": self._seed,
             "lanes": self.deal.lanes,
             OVERFIT: self.overfit_batches,
+            **{f"{OF_SET}{name}": hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in self.sets.items()},
         }
         if most_lanes > MAX_LANES:
             about[MOST_LANES] = most_lanes
@@ -197,7 +203,10 @@ class TokenStream:
 
 
 def find_text(
-    config: TextOfARun, encoding: Tokenizer, n_positions: int, open_pool: Callable[[list[SourceStream]], UnitPool]
+    config: TextOfARun,
+    encoding: Tokenizer,
+    n_positions: int,
+    open_pool: Callable[[list[SourceStream], list[ValidatedText]], UnitPool],
 ) -> tuple[list[SourceStream], UnitPool, dict[str, Tokens]]:
     """Return the streams of a run's text, what reads their units, and each validation, [sequences, n_positions + 1].
 
@@ -205,17 +214,19 @@ def find_text(
     """
     while True:
         streams, val = build_streams(config, encoding), {}
-        pool = open_pool(streams)
+        sets = build_sets(config, encoding, streams)
+        pool = open_pool(streams, sets)
         try:
-            for stream in streams:
-                with naming_source(stream.name):
-                    check_trainable([stream.corpus.train[i] for i in stream.order.epoch(0)], pool, n_positions)
-                    if count := stream.val_sequences:
-                        val[stream.name] = read_validation(stream.corpus.val, pool, n_positions, count)
+            for text in [*streams, *sets]:
+                with naming_source(text.name, as_named if isinstance(text, SourceStream) else as_of_set):
+                    if isinstance(text, SourceStream):
+                        check_trainable([text.corpus.train[i] for i in text.order.epoch(0)], pool, n_positions)
+                    if count := text.val_sequences:
+                        val[text.name] = read_validation(text.corpus.val, pool, n_positions, count)
             return streams, pool, val
         except ValidationTooShort:
             pool.close()
-            more = hold_out_more(config, stream.name, encoding, n_positions)
+            more = hold_out_more(config, text.name, encoding, n_positions)
             if more is None:
                 raise
             config = more
@@ -227,7 +238,7 @@ def find_text(
 def hold_out_more(config: TextOfARun, name: str, encoding: Tokenizer, n_positions: int) -> TextOfARun | None:
     """Double the part of a source's files that is held out until it makes one sequence; None: half of them does not."""
     sources = dict(sources_of(config))
-    source = sources[name]
+    source = sources.get(name)
     while isinstance(source, FilesData) and not source.val_files and 0 < source.val_fraction < MOST_HELD_OUT:
         source = replace(source, val_fraction=min(2 * source.val_fraction, MOST_HELD_OUT))
         reader, tokens = build_reader(source, encoding), 0

@@ -13,7 +13,7 @@ from typing import Any
 from gpt2_fp8.config import tokenizer_file
 from gpt2_fp8.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, llama3_special_tokens, load_tokenizer
 
-CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+CONFIG, TOKENIZER = tokenizer_file.CONFIG, "tokenizer.json"
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 

@@ -91,6 +91,13 @@ def parser(name: str, description: str, exits: str = "", epilog: str = "", **opt
     return made
 
 
+def positive(text: str) -> int:
+    """Return the number that an argument is, for a parser."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    return int(text)
+
+
 def begin() -> None:
     """Prepare the process, before torch is imported."""
     # Busy waiting makes training 3 times slower beside two busy programs on two cores; sleeping costs an idle CPU 6 %.

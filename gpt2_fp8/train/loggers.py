@@ -53,7 +53,7 @@ _TAGS = {
 }
 _PREFIXES = {
     "fp8/": "precision_fp8/",
-    "val_loss/": "loss/val/",  # of a source of a mixture
+    "val_loss/": "loss/val/",  # of a source of a mixture, or of data.validation
     "ranking/": "ranking/",
     "tokens/": "optim_steps/tokens_of_",
     "epochs/": "optim_steps/epochs_of_",

@@ -205,10 +205,12 @@ class GPT2Module(pl.LightningModule):
     # Validation, test and predict
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums of losses and of scored tokens, of each source of a mixture. A sanity check leaves none."""
-        # The data module may be anyone's.
-        self._sources: list[str] = getattr(getattr(self.trainer, "datamodule", None), "val_sources", [])
-        self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in self._sources or [""]]
+        """Start the sums of losses and of scored tokens, of each source and set. A sanity check leaves none."""
+        data = getattr(self.trainer, "datamodule", None)  # it may be anyone's
+        self._sources: list[str] = getattr(data, "val_sources", []) or [""]
+        self._sets: list[str] = getattr(data, "val_sets", [])
+        texts = len(self._sources) + len(self._sets)
+        self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in range(texts)]
         if self.trainer.sanity_checking:
             self._undo_scales = self.step.scaling.trial()
         else:
@@ -222,7 +224,7 @@ class GPT2Module(pl.LightningModule):
             self._sums[source] = self._sums[source] + self.step.evaluation.sums(ids)
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`, and of a mixture `val_loss/NAME`."""
+        """Log `val_loss`, and `val_loss/NAME` of a mixture's sources and of `data.validation`."""
         if self.trainer.sanity_checking:
             self._undo_scales()
         else:
@@ -235,11 +237,12 @@ class GPT2Module(pl.LightningModule):
         self._log_mean_loss("test_loss")
 
     def _log_mean_loss(self, metric: str) -> float:
-        """Log and return the mean over every scored token of every rank; log each source's too, as `metric`/NAME."""
+        """Log and return the mean over every token of all sources and ranks; log each text's too, as `metric`/NAME."""
         sums = self.trainer.strategy.reduce(torch.stack(self._sums), reduce_op="sum")
+        of_sources, names = sums[: len(self._sources)], [*self._sources, *self._sets]
         # In float32, as Lightning keeps it beside the checkpoints.
-        overall, *own = [(total / count).float().item() for total, count in (sums.sum(0), *sums)]
-        losses = {f"{metric}/{name}": loss for name, loss in zip(self._sources, own, strict=False)}
+        overall, *own = [(total / count).float().item() for total, count in (of_sources.sum(0), *sums)]
+        losses = {f"{metric}/{name}": loss for name, loss in zip(names, own, strict=True) if name}
         self._log_row({metric: overall} | losses)
         return overall
 

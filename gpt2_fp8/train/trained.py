@@ -134,8 +134,13 @@ def with_defaults(cls: type[Any], plain: Mapping[str, Any], above: str = "") -> 
     full |= {name: value for name, value in plain.items() if name in known}
     hints = hints_of(cast("Hashable", cls))
     for name, value in full.items():
-        if isinstance(value, dict) and (group := _class_of(hints.get(name), value)) is not None:
+        if not isinstance(value, dict):
+            continue
+        if (group := _class_of(hints.get(name), value)) is not None:
             full[name] = with_defaults(group, value, f"{above}{name}.")
+        for own, below in value.items():  # a mixture's sources
+            if (group := _class_of(kind_of(hints[name]).values, below)) is not None:
+                value[own] = with_defaults(group, below, f"{above}{name}.{own}.")
     return full
 
 

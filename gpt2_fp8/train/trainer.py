@@ -49,6 +49,7 @@ _USELESS: dict[str, type[Warning]] = {
 _PLACES = (
     *("run_name", "ckpt_path", "init_from", "tags", "notes"),
     *("data.cache_dir", "data.train_files", "data.val_files", "data.path", "data.tokenizer", "data.sources"),
+    "data.validation",
 )
 _SHOWN = 80  # characters of a value in which ranks differ
 _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps

@@ -70,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict | None = None) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        path = path.replace("/api/models/", "/api/datasets/")  # a model's files are served as a data set's
+        path = path if path.startswith(("/api/", "/datasets/")) else f"/datasets{path}"
         if self.hub.refuse:
             return self._send(self.hub.refuse, b"no", {})
         known = next((r for r in self.hub.repos if re.match(rf"(/api)?/datasets/{re.escape(r)}(/|$)", path)), None)

@@ -13,7 +13,7 @@ import multiprocessing
 import sys
 import time
 
-from gpt2_fp8.config.data_schema import HubData
+from gpt2_fp8.config.data_schema import HubData, ValidationSet
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import hub
 
@@ -25,8 +25,11 @@ def main(changes: dict[str, object], steps: int) -> dict[str, object]:
         "name": "hub", "kind": "hub", "revision": "main", "val_files": [], "text_column": "text", "tokenizer": "bytes",
         "num_workers": 0, "seed": 7, "val_sequences": 0, "cache_dir": None,
     }  # fmt: skip
+    values |= changes
+    sets: dict = changes.get("validation", {})  # type: ignore[assignment]
+    values["validation"] = {name: ValidationSet(**one) for name, one in sets.items()}
     try:
-        made = module(HubData(**{**values, **changes}), max_steps=steps)  # type: ignore[arg-type]
+        made = module(HubData(**values), max_steps=steps)  # type: ignore[arg-type]
         print("ready", flush=True)
         sys.stdin.readline()  # the test sets its faults now
         ids = items(made, steps)
@@ -34,7 +37,7 @@ def main(changes: dict[str, object], steps: int) -> dict[str, object]:
         made.teardown()
         digest = hashlib.sha256(b"".join(batch.tobytes() for batch in ids)).hexdigest()
         val = sum(len(batch["ids"]) for batch in made.val_dataloader())
-        return {"sha": digest, "report": made.report(), "val": val, "workers": workers}
+        return {"sha": digest, "report": made.report(), "val": val, "workers": workers, "sets": made.val_sets}
     except RunError as error:
         return {"error": type(error).__name__, "message": str(error)}
 

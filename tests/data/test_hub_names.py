@@ -74,6 +74,19 @@ def test_what_a_name_does_not_tell_is_refused_at_once(client: Client, repo: str,
     assert not answer["waits"]
 
 
+def test_a_text_of_the_hub_is_validated_by_itself(hub: Hub, client: Client) -> None:
+    data = {"repo": "By/name", "train_files": [], "val_sequences": 8}
+    part = {"repo": "By/shards", "files": ["1.*"], "sequences": 4}
+    hub.requests.clear()
+    answer = client.ask(data | {"validation": {"other": {"repo": "By/table", "sequences": 4}, "part": part}})
+    assert (answer.get("sets"), answer.get("val")) == (["other", "part"], 16), answer
+    assert not any("By/shards" in request and "0.parquet" in request for request in hub.requests)
+    answer = client.ask(data | {"validation": {"part": part | {"files": ["no*"]}}})
+    assert answer.get("error") == "UserError", answer
+    assert "data.validation.part: By/shards has no file no*" in answer["message"]
+    assert "data.validation.part.files" in answer["message"]
+
+
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 def test_without_a_network_the_clients_cache_is_the_same_text(
     hub: Hub, client: Client, tmp_path: Path, variable: str

@@ -13,11 +13,14 @@ import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import checks, tokenizer_file
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.tokenizer_file import FILES
 from gpt2_fp8.data import units
 from gpt2_fp8.data.tokenizer import encode, fingerprint, llama3_special_tokens, load_file, load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit, tokenise
 from tests.data.corpora import files_config, items, module, write_jsonl
+from tests.data.hub import Hub
 from tests.data.tokenizers_made import RANKS, write_json, write_ranks, write_trained
 
 TEXT = "The thing, 12345 things...\n\n  in the café's\r\n<|end_of_text|> 日本 \U0001f600 \t x"
@@ -119,6 +122,36 @@ def test_text_goes_through_data_and_cache_by_the_files_content(tmp_path: Path) -
     swapped = {1: 2, 2: 1}
     assert batches() == [[[swapped.get(i, i) for i in row] for row in batch] for batch in first]
     assert kept < {path.name for path in (tmp_path / "cache").iterdir()}, "another tokenizer has units of its own"
+
+
+def test_a_name_of_the_hub_is_fetched_once_and_then_read_without_a_network(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    folder = write_json(tmp_path / "t", WORDS, ["<s>", "</s>"], "</s>")
+    for name, files in {"Org/whole": ("tokenizer.json", "tokenizer_config.json"), "Org/endless": FILES[:1]}.items():
+        hub.repos[name] = {file: (folder / file).read_bytes() for file in files}
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "refuse", None)
+    monkeypatch.chdir(tmp_path)
+    assert fingerprint(load_file("Org/whole")) == fingerprint(load_file(str(folder)))
+    for name, reason in {"Org/endless": "none is known to end", "Org/nobody": "401"}.items():
+        with pytest.raises(UserError, match=reason) as told:
+            tokenizer_file.number_of_ids(name)
+        assert str(told.value).count("\n") == 1
+    tokenizer_file._fetch.cache_clear()
+    hub.requests.clear()
+    assert tokenizer_file.number_of_ids("Org/whole") == 7
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"data\.tokenizer=Org/other: no file or folder here"):
+        tokenizer_file.number_of_ids("Org/other")
+    (tmp_path / "Org/whole").mkdir(parents=True)
+    with pytest.raises(UserError, match="the folder has no tokenizer"):  # what is here comes first
+        tokenizer_file.number_of_ids("Org/whole")
+    assert hub.requests == []
 
 
 @pytest.fixture(scope="module")

@@ -145,8 +145,9 @@ FIFTY = [
     "callbacks.sample_tokens=4", "logger.histograms_every_n_steps=10", "callbacks.fp8_health_every_n_steps=10",
 ]  # fmt: skip
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
+PAGE = [f"data.validation.page.files={Path(__file__).parents[2]}/docs/data.md", "data.validation.page.sequences=5"]
 KINDS = {
-    "fp32": ["precision=fp32", "optimizer=muon"],
+    "fp32": ["precision=fp32", "optimizer=muon", *PAGE],
     "delayed": [*EMULATED, "recipe=delayed", "precision.bf16_last_steps=5"],
     "current": [*EMULATED, "recipe=current", "optimizer=adamw_bf16"],
 }
@@ -169,7 +170,7 @@ def test_fifty_steps_of_two_processes_are_those_of_one(tmp_path, monkeypatch, ki
     folders = tmp_path / "outputs/run", tmp_path / "alone/one"
     own, theirs = (metrics(folder) for folder in folders)
     assert own.keys() == theirs.keys()
-    for column in ("train_loss", "val_loss"):
+    for column in {"train_loss", "val_loss", "val_loss/page"} & own.keys():
         assert own[column] == pytest.approx(theirs[column], rel=1e-5 if kind == "fp32" else 5e-4), column
     assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
     assert "sample at step 50: " in output

@@ -25,8 +25,9 @@ MIXTURE = [
 ]  # fmt: skip
 DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fraction=0.1", "data.tokenizer=bytes",
              "document_mask=true"]  # fmt: skip
+SETS = ["data.validation.own.files=text.jsonl", "data.validation.ids.files=val.bin"]
 CASES = {
-    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2"],
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *SETS],
     "bf16": ["precision=bf16", "micro_batch_size=8"],
     "adamw_bf16": ["optimizer=adamw_bf16", "optim.ema_decay=0.9", "optim.ema_start_step=2"],
     "muon": ["optimizer=muon"],
@@ -67,7 +68,7 @@ def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
     assert steps == whole
     assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
     ours, theirs = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
-    for column in {"train_loss", "val_loss", "penalty", "val_loss/ids"} & set(theirs):
+    for column in {"train_loss", "val_loss", "penalty", "val_loss/ids", "val_loss/own"} & set(theirs):
         assert ours[column] == theirs[column], column
 
 
