@@ -23,8 +23,8 @@ PLAIN = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHO
 def logged(folder: Path) -> tuple[list[int], list[int]]:
     with (folder / "metrics.csv").open() as file:
         table = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
-    events = EventAccumulator(str(folder / "tensorboard/train")).Reload()
-    return table, [event.step for event in events.Scalars("loss")]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return table, [event.step for event in events.Scalars("loss/train")]
 
 
 def test_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_row_that_the_kill_tore_is_dropped(tmp_path: Path) -> None:
         for step in steps:
             for logger in loggers:
                 logger.log_metrics({"train_loss": 1 / step}, step=step)
-        events = max((tmp_path / "tensorboard/train").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        events = max((tmp_path / "tensorboard").glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
         with events.open("ab") as file:
             file.write(b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3")
         with (tmp_path / "metrics.csv").open("ab") as file:

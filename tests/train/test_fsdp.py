@@ -89,7 +89,7 @@ def difference_of_averages(checkpoint, other):
 
 def histograms(folder):
     """{tensor and step: the number of its values, their sum of squares}."""
-    events = EventAccumulator(str(folder / "tensorboard/train"), {"histograms": 0}).Reload()
+    events = EventAccumulator(str(folder / "tensorboard"), {"histograms": 0}).Reload()
     return {
         (tag, event.step): (event.histogram_value.num, event.histogram_value.sum_squares)
         for tag in events.Tags()["histograms"]

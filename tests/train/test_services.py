@@ -62,9 +62,10 @@ def rows_of(folder):
     ]
 
 
-def test_they_have_each_row_a_resumed_run_is_the_same_and_losses_are_as_without(tmp_path):
+def test_they_have_each_row_a_resumed_run_is_the_same_and_losses_are_as_without(tmp_path, caplog):
     from mlflow.tracking import MlflowClient
 
+    caplog.set_level("INFO", "gpt2_fp8")
     alone = recorded(tmp_path / "alone", *FEW, "logger=csv")
     folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/store.db"
     words = [*FEW, "logger=[default,wandb,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
@@ -72,6 +73,7 @@ def test_they_have_each_row_a_resumed_run_is_the_same_and_losses_are_as_without(
     with pytest.MonkeyPatch.context() as patch:
         steps = record_steps(patch)
         train_until(4, folder, *words)
+        assert f"mlflow ui --backend-store-uri {uri}" in caplog.text
         first = [services.read_run_id(folder, name) for name in ("wandb", "mlflow")]
         train(folder, *words, "ckpt_path=last")
     assert [services.read_run_id(folder, name) for name in ("wandb", "mlflow")] == first
