@@ -163,7 +163,8 @@ def _no_flag(word: str, program: Program) -> Problem:
     """Report a flag such as --lr=0.1, with the key that was meant if there is one."""
     key, _, value = word.lstrip("-").replace("-", "_").partition("=")
     meant = key_named(key, program.schema)
-    return Problem(f"{word} is no flag of {program.command}", f"{meant or 'KEY'}={value or 'VALUE'}, without dashes")
+    typed = meant if meant and "=" in meant else f"{meant or 'KEY'}={value or 'VALUE'}"
+    return Problem(f"{word} is no flag of {program.command}", f"{typed}, without dashes")
 
 
 # ---- the keys of a program of its own --------------------------------------------------------------------------------

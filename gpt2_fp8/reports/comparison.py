@@ -89,9 +89,11 @@ def describe_result(found: Comparison) -> str:
     (best, *others), base = [side for side in found.sides if not side.why_not], found.base
     row = next(losses(best, found))
     told = f"{best.condition.name} has the lowest {row['loss']} loss, {row['mean']:.4f}"
-    if best is not base:
+    if not others:
+        told = f"Only {best.condition.name} has a loss that counts: {row['loss']} {row['mean']:.4f}"
+    elif best is not base:
         told += f", {abs(row['relative']):.2%} below {base.condition.name}"
-    elif others:
+    else:
         told += f"; the next, {others[0].condition.name}, is {next(losses(others[0], found))['relative']:.2%} above it"
     judged = next((side for side in found.sides if side.condition.fp8 and side is not base), None)
     if judged is None:

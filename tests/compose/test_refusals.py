@@ -116,6 +116,9 @@ GOLDEN = {
     "optim.weight_decai=1": "error: there is no key optim.weight_decai\n  fix: did you mean optim.weight_decay?",
     "precision.backend=fused recipe=current":
         "error: precision.backend=fused cannot run: they do delayed scaling alone, not recipe=current",
+    "--dtype=bfloat16": "error: --dtype=bfloat16 is no flag of python -m gpt2_fp8.run\n"
+                        "  fix: precision=bf16, fp32 or fp8_hybrid, without dashes",
+    "wandb.project=x": "error: there is no key wandb\n  fix: here it is logger.wandb, with 'logger=[default,wandb]'",
     "trainer=dpp": "error: trainer=dpp: there is no such choice\n"
                    "  fix: did you mean trainer=ddp? (the choices are auto, cpu, ddp, fsdp, gpu)",
 }  # fmt: skip
