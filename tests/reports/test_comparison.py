@@ -138,6 +138,7 @@ def test_a_fall_back_is_no_verdict_on_fp8(tmp_path):
     sweep(tmp_path, "fp8_hybrid", ran="fp32", reason="there is no CUDA GPU")
     _, told = compared(tmp_path)
     assert told["verdict"] == []
+    assert "(95 % interval " in told["result"]
     assert "fp8_hybrid was asked for, and fp32 ran: there is no CUDA GPU" in told["notes"][0]
 
 
