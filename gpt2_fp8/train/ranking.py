@@ -21,6 +21,7 @@ from gpt2_fp8.data.tokenizer import Tokenizer
 from gpt2_fp8.data.workers import ProgressLog
 from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
 from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime.sharding import is_divided
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,9 @@ class Ranking(pl.Callback):
         share = -(-len(self._rows) // ranks)  # a forward of a divided model is collective: as many on each rank
         own = [self._rows[min(place * ranks + rank, len(self._rows) - 1)] for place in range(share)]
 
-        sums = list[float]()
-        try:
-            sums = log_likelihoods(pl_module, own, pl_module.step.micro_batch_size)
+        rows, sums = pl_module.step.micro_batch_size, list[float]()
+        try:  # of a divided model no rank may take fewer alone: the others would be in another forward
+            sums = log_likelihoods(pl_module, own, rows, least=rows if is_divided(pl_module.model) else 1)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -132,11 +133,11 @@ def count_right(items: list[Item], log_likelihoods: list[float]) -> dict[str, fl
     return found
 
 
-def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows: int) -> list[float]:
+def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows: int, least: int = 1) -> list[float]:
     """Return the log-likelihood of the scored ids of each row, nats. Rows of like length are computed together.
 
-    `logits_of` computes [rows, tokens, vocabulary] of ids [rows, tokens], of so many `rows` at once if they fit. In a
-    single process, a signal ends it between two of its forwards.
+    `logits_of` computes [rows, tokens, vocabulary] of ids [rows, tokens], of so many `rows` at once, or of what fits,
+    but not fewer than `least`. In a single process, a signal ends it between two of its forwards.
     """
     order = sorted(range(len(flat)), key=lambda place: -len(flat[place].ids))  # the largest first: does it fit?
     found, done, looking = [0.0] * len(flat), 0, ProgressLog("ranking endings", len(flat))
@@ -147,9 +148,9 @@ def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows
         try:
             sums = _of_batch(logits_of, [flat[place] for place in batch])
         except Exception as error:
-            if rows == 1 or not is_out_of_memory(error):
+            if rows <= least or not is_out_of_memory(error):
                 raise
-            rows = max(1, rows // 2)
+            rows //= 2
             continue
         for place, value in zip(batch, sums, strict=True):
             found[place] = value

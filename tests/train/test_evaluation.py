@@ -157,9 +157,13 @@ def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
         return torch.nn.functional.one_hot(ids.long(), 257) * 10.0
 
     items = [Item("ab" * 40, ("aaa", "b"), 0)] * 3
-    sums = log_likelihoods(logits_of, encode(load_tokenizer("bytes"), items, 16), rows=4)
+    endings = encode(load_tokenizer("bytes"), items, 16)
+    sums = log_likelihoods(logits_of, endings, rows=4)
     assert sizes == [(4, 16), (2, 16), (2, 16), (2, 16)]
     assert count_right(items, sums)["acc_norm"] == 1.0
+    with pytest.raises(torch.OutOfMemoryError):
+        log_likelihoods(logits_of, endings, rows=4, least=4)
+    assert sizes[4:] == [(4, 16)]
 
 
 def test_pairs_are_encoded_as_lm_eval_does() -> None:
