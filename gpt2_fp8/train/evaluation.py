@@ -44,7 +44,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     data = TokenDataModule.from_config(config)
     module = GPT2Module(config, vocabulary(trained.config), trained.weights, trained.step)
     items = [] if own.ranking is None else programs.read_ranking(own.ranking, [])
-    endings = encode(data.tokenizer, items, config.model.n_positions)  # what cannot be scored is refused before the rest
+    endings = encode(data.tokenizer, items, config.model.n_positions)  # refuses what cannot be scored
     timer = Timer()
     trainer = _trainer(config, plan, [timer, LambdaCallback(on_validation_start=lambda *_: peak_gb(None, reset=True))])
     try:
