@@ -63,10 +63,10 @@ def test_a_validation_that_a_signal_leaves_in_its_ranking_is_made_again_and_coun
     words = [*WORDS, f"callbacks.ranking={tmp_path / 'items.jsonl'}", "callbacks.checkpoint_every_n_steps=9"]
     original, count = ranking.log_likelihoods, iter(range(9))
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         if next(count) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(ranking, "log_likelihoods", interrupted)
     with pytest.raises(Stopped):
