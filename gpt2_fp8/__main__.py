@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         return _run(argv[0], argv[1:])
     if argv[0].startswith("-") or "=" in argv[0] or argv[0].startswith("~"):
         return _run("run", argv)
-    near = near_names(argv[0], names)
+    near = ["run" if name == "train" else name for name in near_names(argv[0], [*names, "train"])]
     remedy = f"gpt2-fp8 {near[0]}" if near else f"the programs are {', '.join(names)}; gpt2-fp8 lists them"
     if ranks.is_first_rank():
         print(Problem(f"there is no program {argv[0]}", remedy), file=sys.stderr)

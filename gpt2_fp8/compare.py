@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.runtime import programs
 
 _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outputs/B]"
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
 
     found, left_out = runs.read(tops)
     if len(found) < 2:
-        why = f"{', '.join(map(str, tops))}: {len(found)} runs can be read, and it takes two"
+        why = f"{', '.join(map(str, tops))}: {format_count(len(found), 'run')} can be read, and it takes two"
         raise UserError.of("; ".join([why, *left_out[:3]]), "give a second run's folder, or that of a sweep")
     each = runs.conditions(found)
     compared = comparison.compare(

@@ -100,7 +100,7 @@ def test_every_mistake_is_told_at_once(tmp_path, capsys):
 
 def test_one_run_alone_or_none_says_why(tmp_path, capsys):
     pair(tmp_path)
-    assert "1 runs can be read" in told(capsys, tmp_path / "b")
+    assert "1 run can be read" in told(capsys, tmp_path / "b")
     (tmp_path / "f/summary.json").unlink()
     assert "f: no summary.json" in told(capsys, tmp_path)
 

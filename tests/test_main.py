@@ -31,6 +31,8 @@ def test_help_of_a_program_and_a_program_that_there_is_not(capsys, tmp_path):
     assert capsys.readouterr().err == "error: there is no program exprot\n  fix: gpt2-fp8 export\n"
     assert __main__.main(["bnech"]) == 2
     assert capsys.readouterr().err == "error: there is no program bnech\n  fix: gpt2-fp8 bench\n"
+    assert __main__.main(["trian"]) == 2
+    assert capsys.readouterr().err == "error: there is no program trian\n  fix: gpt2-fp8 run\n"
     assert __main__.main(["qqq"]) == 2
     assert f"the programs are {', '.join(NAMES)}" in capsys.readouterr().err
 

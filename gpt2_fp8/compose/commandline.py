@@ -43,8 +43,8 @@ _REFUSED = {  # flags, by argparse's name
     "experimental_rerun": "would unpickle a file",
 }
 _IN_QUOTES = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
-# What Hydra reads as a number or a truth value, which are not typed so again.
-_NO_TEXT = r"(?i:(?!-?\d+(?![\w.]))[+-]?(?:[\d_.]*\d[\d_.]*(?:e[+-]?[\d_]+)?|inf|nan)|true|false)"
+# What Hydra reads as a number or a truth value, which are not typed so again, and a home folder, which it cannot read.
+_NO_TEXT = r"~[^\[\],'\"]*|(?i:(?!-?\d+(?![\w.]))[+-]?(?:[\d_.]*\d[\d_.]*(?:e[+-]?[\d_]+)?|inf|nan)|true|false)"
 _ITEM = re.compile(rf"(?s){_IN_QUOTES}|(^[^=]*=|[\[,]\s*)({_NO_TEXT})(?=\s*(?:[\],]|$))")
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
@@ -109,7 +109,7 @@ def parse(words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
             reason = " ".join(str(error).split()).partition(" expecting {")[0]
             remedy = "quote the value for Hydra and the whole for the shell: 'key=\"value\"'" if "=" in word else ""
             told = f"{shown.shorten(word, 200)} cannot be read: {shown.shorten(reason, 300)}"
-            problems.append(Problem(told, remedy))
+            problems.append(Problem(told, remedy, (word.lstrip("+").partition("=")[0],)))
     return overrides, problems
 
 
@@ -163,7 +163,8 @@ def _no_flag(word: str, program: Program) -> Problem:
     """Report a flag such as --lr=0.1, with the key that was meant if there is one."""
     key, _, value = word.lstrip("-").replace("-", "_").partition("=")
     meant = key_named(key, program.schema)
-    return Problem(f"{word} is no flag of {program.command}", f"{meant or 'KEY'}={value or 'VALUE'}, without dashes")
+    typed = meant if meant and "=" in meant else f"{meant or 'KEY'}={value or 'VALUE'}"
+    return Problem(f"{word} is no flag of {program.command}", f"{typed}, without dashes")
 
 
 # ---- the keys of a program of its own --------------------------------------------------------------------------------

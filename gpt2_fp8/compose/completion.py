@@ -77,6 +77,8 @@ def suggest(typed: str) -> list[str]:
     if not (command := _COMMAND.match(typed)):
         return []
     *words, word = typed[command.end() :].split(" ")
+    if words[-1:] in (["-cd"], ["--config-dir"]):
+        return []
     names = programs.names() if not (command[1] or words) else []  # the first word of `gpt2-fp8` may be a program
     program = command[1] or (words.pop(0) if words and words[0] in programs.names() else "run")
     schemas = _SCHEMAS.get(program, ())

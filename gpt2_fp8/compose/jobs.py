@@ -47,7 +47,7 @@ class PlannedJob(NamedTuple):
 
 
 class Request:
-    """The overrides of a command line that are not refused by themselves, and the groups of which a choice was."""
+    """The overrides of a command line that are not refused by themselves, and the keys and groups that were."""
 
     def __init__(self, line: CommandLine, catalog: Catalog, problems: list[Problem]):
         values = [word.value() for word in line.overrides if word.key_or_group == "hydra.searchpath"]
@@ -58,7 +58,7 @@ class Request:
         modes = [str(word.value()).upper() for word in line.overrides if word.key_or_group == "hydra.mode"]
         self.multirun = line.multirun or any(mode.endswith("MULTIRUN") for mode in modes)
         self.words: list[Override] = []
-        self.refused: set[str] = set()
+        self.refused = {key for problem in line.problems for key in problem.keys}
         self._take(line.overrides, problems)
 
     def _take(self, overrides: Iterable[Override], problems: list[Problem]) -> None:
@@ -207,8 +207,8 @@ class _Job:
             yield from sweeps.check_joblib(config)
 
     def _may_follow(self, problem: Problem) -> bool:
-        """Return whether a problem may only follow from a choice that was refused, which would set its keys."""
-        doubted = [key for key in problem.keys if self.request.refused & {*_WIDE, key.partition(".")[0]}]
+        """Return whether a problem may only follow from a word that was refused, which would set its keys."""
+        doubted = [key for key in problem.keys if self.request.refused & {*_WIDE, key.partition(".")[0], key}]
         return any(key not in self.typed or key_paths(RunConfig).get(key) for key in doubted)
 
 

@@ -201,6 +201,7 @@ def _check_checkpoints(config: RunConfig) -> Iterator[Problem]:
         if value is None or (key == "ckpt_path" and value in ("last", "best")):
             continue
         path, example = Path(value).expanduser(), f"{key}=outputs/RUN/checkpoints/step-NNNNNNNN"
+        example += ", or a folder of save_pretrained" if key == "init_from" else ""
         if not value or not path.is_dir():
             yield problem(config, key, f"there is no such folder (looked in {Path.cwd()})", example)
         elif (path / "checkpoints").is_dir() and not os.path.lexists(path / "manifest.json"):

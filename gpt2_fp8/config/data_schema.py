@@ -49,7 +49,7 @@ class DataConfig:
     tokenizer: str
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
-    val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
+    val_sequences: Scored  # sequences of the validation split that are scored, at most; 0: no validation
     # further texts by names of your own, each validated as val_loss/NAME: {NAME: {files: text}}
     validation: dict[str, ValidationSet] = field(default_factory=dict)
 

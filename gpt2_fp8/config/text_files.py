@@ -23,7 +23,7 @@ _SAME = {"md": "txt", "ndjson": "jsonl", "zstd": "zst"}
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # as `datasets` saves them
 _SHOWN = {
     OF_TEXT: "give files that end in .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, all with or without .gz, .zst, "
-    ".bz2, .lz4, or in .parquet, .arrow",
+    ".bz2, .lz4, or in .parquet, .arrow; .bin is for data=token_files",
     OF_IDS: "give files of token ids, which end in .bin",
 }
 

@@ -180,8 +180,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         files = ", ".join(f"{url} as {name}" for name, url in GPT2_FILES.items())
         raise UserError.of(
             f"the GPT-2 vocabulary is not on this machine and cannot be fetched: {reason[:200]}",
-            f"fetch {files} on a machine with a network, put both into one folder here and set TIKTOKEN_CACHE_DIR "
-            "to it; or train on bytes: data.tokenizer=bytes",
+            f"data.tokenizer=bytes; or put {files} into a folder that TIKTOKEN_CACHE_DIR names",
         ) from error
 
 

@@ -88,14 +88,17 @@ def describe_result(found: Comparison) -> str:
     """Return what came out, in one or two sentences: whose loss is the lowest, and whether FP8 is as good."""
     (best, *others), base = [side for side in found.sides if not side.why_not], found.base
     row = next(losses(best, found))
+    if not others:
+        return f"Only {best.condition.name} has a loss that counts: {row['loss']} {row['mean']:.4f}."
     told = f"{best.condition.name} has the lowest {row['loss']} loss, {row['mean']:.4f}"
     if best is not base:
         told += f", {abs(row['relative']):.2%} below {base.condition.name}"
-    elif others:
-        told += f"; the next, {others[0].condition.name}, is {next(losses(others[0], found))['relative']:.2%} above it"
+    else:
+        row = next(losses(others[0], found))
+        told += f"; the next, {others[0].condition.name}, is {row['relative']:.2%} above it"
     judged = next((side for side in found.sides if side.condition.fp8 and side is not base), None)
     if judged is None:
-        return f"{told}."
+        return f"{told} ({_describe_interval(row)})."
     row, times = verdict(judged, found), throughput(judged, found)["times_base"]
     fast = f"; {times:.2f} times as fast" if times else ""
     return f"{told}. {judged.condition.name} against {base.condition.name}: {row['answer']} ({row['why']}){fast}."
@@ -186,11 +189,18 @@ def verdict(side: Side, found: Comparison) -> Row:
         return judge(UNDECIDED, side.why_not or other)
     if diverged := sum(run.status == "diverged" for run in side.condition.runs):
         return judge(WORSE, f"{diverged} of {len(side.condition.runs)} runs diverged")
-    low, high, told = row["relative_low"], row["relative_high"], f"{row['loss']} loss {row['relative']:+.2%}"
+    low, high = row["relative_low"], row["relative_high"]
+    told = f"{row['loss']} loss {row['relative']:+.2%}, {_describe_interval(row)}"
     if low is None:
-        return judge(UNDECIDED, f"{told}, and a single seed has no confidence interval: seed=1,2,3")
+        return judge(UNDECIDED, told)
     answer = GOOD if max(-low, high) <= WITHIN else UNDECIDED if low <= WITHIN else WORSE  # also a loss that is NaN
-    return judge(answer, f"{told}, 95 % interval {low:+.2%} to {high:+.2%}, limit {WITHIN:.0%}")
+    return judge(answer, f"{told}, limit {WITHIN:.0%}")
+
+
+def _describe_interval(row: Row) -> str:
+    if row["relative_low"] is None:
+        return "a single seed has no confidence interval: seed=1,2,3"
+    return f"95 % interval {row['relative_low']:+.2%} to {row['relative_high']:+.2%}"
 
 
 def describe_runs(side: Side) -> Row:

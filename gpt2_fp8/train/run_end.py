@@ -22,7 +22,7 @@ from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.config.shown import as_typed, duration, format_count, format_override, harmless
+from gpt2_fp8.config.shown import as_typed, duration, format_count, harmless
 from gpt2_fp8.runtime import programs, ranks, signals, slurm
 from gpt2_fp8.runtime.programs import read_versions
 
@@ -200,8 +200,7 @@ class RunEnd:
         spec = block_spec(config.model)
         if any(not hf_config.misfits(spec, architecture) for architecture in hf_config.ARCHITECTURES):
             yield f"next: python -m gpt2_fp8.export {shown} exported"
-        from_it = shlex.quote(format_override("ckpt_path", str(as_typed(self.folder, here))))
-        yield f'next: python -m gpt2_fp8.generate {from_it} prompt="Once upon a time"'
+        yield f'next: python -m gpt2_fp8.generate {shown} prompt="Once upon a time"'
 
     def _command_to_continue(self, typed: Typed) -> str:
         """Return the command that continues the run, for as long again if it has completed."""

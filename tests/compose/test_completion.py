@@ -28,6 +28,7 @@ COMP_LINE="python -m http.s"; COMP_POINT=${#COMP_LINE}; _gpt2_fp8 python; echo $
         ("gpt2-fp8 prepare logger.wandb.g", "logger.wandb.group="),
         ("gpt2-fp8 optim.schedule=c", "optim.schedule=constant optim.schedule=cosine"),
         ("gpt2-fp8 -cd mine model=mi", "model=mini"),
+        ("gpt2-fp8 -cd mi", ""),
         ("/bin/python3 -m gpt2_fp8.evaluate ra", "ranking="),
         ("gpt2-fp8 generate tem", "temperature="),
         ("gpt2-fp8 bench bench.b", "bench.baseline="),

@@ -118,6 +118,9 @@ def test_another_text_is_not_compared_and_another_rate_is_told(tmp_path):
     assert "data.name" in told["verdict"][1]["why"] + told["verdict"][0]["why"]
     assert any("differs from the base in optim.lr" in note for note in told["notes"])
     assert len(told["equal_loss"]) == 1
+    sweep(tmp_path / "alone", "bf16", above=3.0)
+    sweep(tmp_path / "alone", "fp8_hybrid", changed={"data__name": "books"})
+    assert compared(tmp_path / "alone")[1]["result"].startswith("Only bf16 has a loss")
 
 
 def test_a_run_that_diverged_is_in_the_verdict_and_not_in_the_losses(tmp_path):
@@ -135,6 +138,7 @@ def test_a_fall_back_is_no_verdict_on_fp8(tmp_path):
     sweep(tmp_path, "fp8_hybrid", ran="fp32", reason="there is no CUDA GPU")
     _, told = compared(tmp_path)
     assert told["verdict"] == []
+    assert "(95 % interval " in told["result"]
     assert "fp8_hybrid was asked for, and fp32 ran: there is no CUDA GPU" in told["notes"][0]
 
 
