@@ -76,6 +76,7 @@ def main(argv: list[str]) -> None:
     assert request.own.ckpt_path is not None, "checked before"
     found = trained.load(request.own.ckpt_path, request.own.checkpoint, request.own.weights)
     config = configuration(request, found.config)
+    trained.check_tokenizer(found, config.data.tokenizer)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
     if request.own.out is not None:

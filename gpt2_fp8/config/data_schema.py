@@ -211,8 +211,10 @@ def check_validation(data: TextOfARun) -> Iterator[Problem]:
     for name, source in sources_of(data) if isinstance(data, MixtureData) else ():
         if source.validation:
             yield Problem(f"data.sources.{name}.validation: the mixture has them all", "data.validation", _SOURCES)
+    trained = {path for _, source in sources_of(data) for path in _trained_files(source)} if data.validation else set()
     for name, one in data.validation.items():
         key, reason = f"data.validation.{name}", ""
+        local = _real_paths(one.files, text_files.OF_TEXT + text_files.OF_IDS) if one.repo is None else set()
         if not _NAME.fullmatch(name):
             reason = "a name is a letter, then letters, digits and _, 40 at most"
         elif name in dict(sources_of(data)):
@@ -221,11 +223,28 @@ def check_validation(data: TextOfARun) -> Iterator[Problem]:
             reason = "it has neither files nor repo"
         elif one.repo is None and one.revision != ValidationSet.revision:
             reason = f"files of this machine have no revision {show(one.revision)}"
+        elif both := sorted(local & trained):
+            reason = f"the run trains on {both[0]}{f' and {len(both) - 1:,} more of its files' if both[1:] else ''}"
         if reason:
             yield Problem(f"{key}: {reason}", keys=(key,))
     if data.validation and data.val_sequences == 0:
         reason = "data.validation is scored beside the run's own validation"
         yield problem(data, "val_sequences", reason, prefix="data.")
+
+
+def _trained_files(source: Mixed) -> set[str]:
+    """Return the real paths of the local files that a source trains on."""
+    if isinstance(source, FileOrHubData):
+        return _real_paths([source.path], text_files.OF_TEXT)
+    if not isinstance(source, (FilesData, TokenFilesData)):
+        return set()
+    kinds = text_files.OF_TEXT if isinstance(source, FilesData) else text_files.OF_IDS
+    return _real_paths(source.train_files, kinds) - _real_paths(source.val_files, kinds)
+
+
+def _real_paths(patterns: list[str], kinds: tuple[str, ...]) -> set[str]:
+    found = (text_files.find(pattern, kinds) or [Path(pattern)] for pattern in patterns)
+    return {os.path.realpath(path) for paths in found for path in paths}
 
 
 def weights_of(data: MixtureData) -> dict[str, float]:
@@ -277,8 +296,7 @@ def _text(source: Mixed) -> dict[str, object]:
     if isinstance(source, (FilesData, TokenFilesData)):
         kinds = text_files.OF_TEXT if isinstance(source, FilesData) else text_files.OF_IDS
         for key in ("train_files", "val_files"):
-            found = {os.path.realpath(path) for word in about[key] for path in text_files.find(word, kinds) or [word]}
-            about[key] = sorted(found)
+            about[key] = sorted(_real_paths(about[key], kinds))
     return about
 
 

@@ -19,10 +19,12 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
 from gpt2_fp8.config.programs import EXAMPLES, Averaged, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
+TEXT = "TokenDataModule"  # of the DataModule: which text it was trained on, and how far
 
 
 class Trained(NamedTuple):
@@ -39,7 +41,7 @@ class Trained(NamedTuple):
 def load(ckpt_path: str, which: Which, weights: Averaged = "auto") -> Trained:
     """Return the model that these words of a program's command line mean, with remedies for that."""
     try:
-        return read(find_checkpoint(Path(ckpt_path).expanduser(), which), weights=weights)
+        return read(find_checkpoint(Path(ckpt_path).expanduser(), which), TEXT, weights=weights)
     except CheckpointError as error:  # its own remedies are for a run, or for Python
         remedy = f"name another one: {EXAMPLES}"
         raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
@@ -72,6 +74,14 @@ def read(
     if average is None or weights == "raw":
         return Trained(path, config, checkpoint["state_dict"], "raw", step, rest)
     return Trained(path, config, average, "ema", step, rest)
+
+
+def check_tokenizer(found: Trained, name: str) -> None:
+    """Raise UserError if the tokenizer `name` has other content than that of the text that was trained on."""
+    now = fingerprint(load_tokenizer(name))
+    if found.parts.get(TEXT, {}).get("fingerprint", {}).get("tokenizer", now) != now:
+        cause = f"data.tokenizer={name}: its content is not what the run was trained with"
+        raise UserError.of(cause, "set it back as it was, or name that one")
 
 
 def split_average(step: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpt2_fp8 import compose, export, generate, import_hf
+from gpt2_fp8 import compose, evaluate, export, generate, import_hf
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import hf_config
@@ -277,5 +277,6 @@ def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_pa
     write_json(tmp_path / "t", [chr(i) for i in reversed(range(256))], ["</s>"], "</s>")
     load_tokenizer.cache_clear()
     capsys.readouterr()
-    assert export.main([str(tmp_path / "own"), str(tmp_path / "other")]) == 2
-    assert "is not what it was when the run was trained" in capsys.readouterr().err
+    for program, *words in ((export, str(tmp_path / "other")), (evaluate,), (generate, "prompt=a")):
+        assert program.main([str(tmp_path / "own"), *words]) == 2
+        assert "its content is not what the run was trained with" in capsys.readouterr().err
