@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     assert request.own.ckpt_path is not None, "checked before"
     found = trained.load(request.own.ckpt_path, request.own.checkpoint, request.own.weights)
     config = configuration(request, found.config)
-    trained.check_tokenizer(found, config.data.tokenizer)
+    trained.tokenizer_of(found, config.data.tokenizer, "data.tokenizer=PATH of the one that it was trained with")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
     if request.own.out is not None:

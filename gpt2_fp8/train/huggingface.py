@@ -78,7 +78,7 @@ def export(
     count = sum(tensor.numel() for tensor in theirs.values())
     others: dict[str, bytes] = {}
     if with_tokenizer:
-        trained.check_tokenizer(found, config.data.tokenizer)
+        trained.tokenizer_of(found, config.data.tokenizer, "--no-tokenizer writes the weights alone")
         others |= tokenizer_export.files_of(config.data.tokenizer, config.model.n_positions)
     others["README.md"] = _model_card(found, count, architecture.name, license_id).encode()
     _write_folder(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)

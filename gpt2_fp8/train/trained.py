@@ -15,11 +15,12 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
+from gpt2_fp8.config.keys import hints_of, kind_of, show, tag_field, tags_of, value_of
 from gpt2_fp8.config.programs import EXAMPLES, Averaged, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
+from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +77,19 @@ def read(
     return Trained(path, config, average, "ema", step, rest)
 
 
-def check_tokenizer(found: Trained, name: str) -> None:
-    """Raise UserError if the tokenizer `name` has other content than that of the text that was trained on."""
-    now = fingerprint(load_tokenizer(name))
-    if found.parts.get(TEXT, {}).get("fingerprint", {}).get("tokenizer", now) != now:
-        cause = f"data.tokenizer={name}: its content is not what the run was trained with"
-        raise UserError.of(cause, "set it back as it was, or name that one")
+def tokenizer_of(found: Trained, name: str, remedy: str) -> Tokenizer:
+    """Return the tokenizer `name`. Raises UserError if it is gone, or its content is not that of training."""
+    try:
+        ids, has = tokenizer_file.number_of_ids(name), vocabulary(found.config)
+        if ids > has:
+            raise UserError.of(f"data.tokenizer={show(name)} has {ids:,} ids, and the model {has:,}")
+        tokenizer = load_tokenizer(name)
+        now = fingerprint(tokenizer)
+        if found.parts.get(TEXT, {}).get("fingerprint", {}).get("tokenizer", now) != now:
+            raise UserError.of(f"data.tokenizer={show(name)}: its content is not what the run was trained with")
+    except UserError as error:  # the others' remedies are for a run
+        raise UserError.of(error.problems[0].cause, remedy) from None
+    return tokenizer
 
 
 def split_average(step: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -230,7 +230,9 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
     assert apart(module.model, theirs) < BOUND, "a step with next to no learning rate"
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
-    assert str(tokenizer) in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(tokenizer) in error
+    assert "--no-tokenizer" in error
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: GPT2LMHeadModel, ")
     assert f"| began from | {tmp_path / 'hf'} |" in (tmp_path / "out" / "README.md").read_text()
