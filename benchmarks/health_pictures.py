@@ -18,6 +18,7 @@ from gpt2_fp8.train import metrics_csv
 
 KINDS = {"input": "tab:blue", "weight": "tab:orange", "gradient": "tab:green"}
 WORST = 4  # tensors by name in the picture of layers
+DPI = 128
 
 
 def columns(path: Path) -> dict[str, dict[int, float]]:
@@ -48,22 +49,20 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     for name, log in logs.items():
         axes[0].plot(*_line(log["train_loss"]), label=name)
-    axes[0].set(title="train_loss", xlabel="step")
+    axes[0].set(title="train_loss", xlabel="step", ylabel="nats a token")
     axes[0].legend()
-    for axis, summary, title in (
-        (axes[1], "headroom", "fp8/headroom_KIND (powers of two)"),
-        (axes[2], "scale", "fp8/scale_KIND"),
-    ):
+    for axis, summary, unit in ((axes[1], "headroom", "powers of two"), (axes[2], "scale", "scale")):
         for (name, log), style in zip(logs.items(), ("-", "--"), strict=True):
             for kind, colour in KINDS.items():
                 axis.plot(*_line(log[f"fp8/{summary}_{kind}"]), style, color=colour, label=f"{kind}, {name}", lw=1.2)
-        axis.set(title=title, xlabel="step")
+        axis.set(title=f"fp8/{summary} of each kind", xlabel="step", ylabel=unit)
     axes[1].set_ylim(-3, 19)
     axes[2].set_yscale("log")
     axes[1].legend(fontsize=7, loc="center", ncols=2)
-    figure.savefig(folder / "health_summaries.png", dpi=64)
+    figure.savefig(folder / "health_summaries.png", dpi=DPI)
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
+    axes[0].set_ylabel("share that becomes 0")
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         flushed = tensors(run / "fp8.csv", "flushed")
         worst = sorted(flushed, key=lambda tensor: -max(flushed[tensor].values()))
@@ -73,7 +72,7 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
                       label=tensor if named else None, zorder=2 if named else 1)  # fmt: skip
         axis.set(title=f"{name}: flushed, by tensor (fp8.csv)", xlabel="step", ylim=(-0.03, 1.0))
         axis.legend(fontsize=7, loc="center right" if name == "healthy" else "lower right")
-    figure.savefig(folder / "health_layers.png", dpi=64)
+    figure.savefig(folder / "health_layers.png", dpi=DPI)
 
 
 def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:

@@ -124,6 +124,11 @@ def _run(argv: list[str]) -> int:
         if line.shows == "help":
             print(compose.help_text(line))
             return 0
+        if line.shows == "shell_completion":
+            from gpt2_fp8.compose import completion
+
+            print(completion.answer(line))
+            return 0
         argv = compose.look_only(line)
     else:
         plan = compose.plan_run(line, slurm.lasting_name(argv), launch.import_rendezvous)

@@ -15,7 +15,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import harmless, line
+from gpt2_fp8.config.shown import format_large, harmless, line
 from gpt2_fp8.runtime import programs
 
 _TENTHS = 10
@@ -50,18 +50,33 @@ def lines(config: RunConfig) -> Iterator[str]:
     yield f"{config.model.name}: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens in all"
     last = learning_rate_factor(steps - 1, optim, steps)
     yield f"{optim.schedule}: peak {optim.lr:.3g} after {optim.warmup_steps:,} steps, {optim.lr * last:.3g} at the end"
-    yield f"{'step':>11}  {'tokens':>19}  {'rate':>9}  {'of the peak':>11}"
-    marks = {optim.warmup_steps + 1: "the peak"} if 0 < optim.warmup_steps < steps else {}
-    if optim.decay_steps is not None:
-        marks[steps - optim.decay_steps + 1] = "the decay begins"
-    for step in sorted({1, steps, *marks, *(round(steps * part / _TENTHS) or 1 for part in range(1, _TENTHS))}):
+    yield f"{'step':>11}  {'tokens':>8}  {'rate':>9}  {'of the peak':>11}  phase"
+    begins = phases(config)
+    for step in sorted({steps, *begins, *(round(steps * part / _TENTHS) or 1 for part in range(1, _TENTHS))}):
         part = learning_rate_factor(step - 1, optim, steps)
-        row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
-        yield f"{row}  {marks[step]}" if step in marks else row
+        phase = begins[max(first for first in begins if first <= step)]
+        yield (
+            f"{step:11,}  {format_large(step * tokens):>8}  {optim.lr * part:9.2e}  {100 * part:9.1f} %  "
+            f"{phase}{' begins' if step in begins else ''}"
+        )
+
+
+def phases(config: RunConfig) -> dict[int, str]:
+    """Return the names of the schedule's phases by their first steps, which count from 1."""
+    optim, steps = config.optim, config.trainer.max_steps or 0
+    found = {1: "warm-up"} if optim.warmup_steps else {}
+    if optim.warmup_steps < steps:
+        found[optim.warmup_steps + 1] = "stable" if optim.decay_steps is not None else optim.schedule
+    if optim.decay_steps is not None:
+        found[steps - optim.decay_steps + 1] = "decay"
+    return found
 
 
 def plot(configs: Sequence[RunConfig], path: Path) -> None:
-    """Write a PNG with each run's rate over its tokens. Raises ImportError without matplotlib, and OSError."""
+    """Write a PNG with each run's rate over its tokens, and the phases of a single one.
+
+    Raises ImportError without matplotlib, and OSError.
+    """
     from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
 
     from gpt2_fp8.engine.optim import learning_rate_factor
@@ -70,18 +85,24 @@ def plot(configs: Sequence[RunConfig], path: Path) -> None:
     axes = figure.subplots()
     for config in configs:
         optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
-        last_of_warmup = min(optim.warmup_steps, steps - 1)
-        every = sorted({*range(0, steps, max(1, steps // _POINTS)), last_of_warmup, steps - 1})
+        begins = phases(config)
+        every = sorted({*range(0, steps, max(1, steps // _POINTS)), *(step - 1 for step in begins), steps - 1})
         rates = [optim.lr * learning_rate_factor(step, optim, steps) for step in every]
         label = f"{config.model.name}, {optim.schedule}, peak {optim.lr:.3g}, warm-up {optim.warmup_steps:,}, "
         label = line(f"{label}{steps:,} steps", 100).replace("$", r"\$")
         (curve,) = axes.plot([(step + 1) * tokens for step in every], rates, label=label)
-        if 0 < optim.warmup_steps < steps:
-            axes.axvline((optim.warmup_steps + 1) * tokens, color=curve.get_color(), linestyle=":", linewidth=1)
+        for step, phase in begins.items():
+            if step > 1:
+                axes.axvline(step * tokens, color=curve.get_color(), linestyle=":", linewidth=1)
+            if len(configs) == 1:
+                where = step * tokens, 0
+                axes.annotate(phase, where, (4, 4), textcoords="offset points", rotation=90, fontsize=8)
         axes.plot(steps * tokens, rates[-1], "o", color=curve.get_color(), markersize=4)
     axes.set(xlabel="tokens", ylabel="learning rate")
+    axes.xaxis.set_major_formatter(lambda tokens, _: format_large(tokens))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, format="png")
 

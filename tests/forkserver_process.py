@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.metadata
@@ -14,14 +15,17 @@ import signal
 import socket
 import sys
 import tempfile
+import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
-from tests import forkserver
+from gpt2_fp8 import compose
+from tests import forkserver, once
 
 PRELOADED = (
     *("gpt2_fp8.train.fit", "gpt2_fp8.layers.block", "hydra._internal.hydra", "pyarrow.parquet", "tiktoken"),
@@ -35,9 +39,13 @@ def main() -> None:
     with mock.patch.object(importlib.metadata, "version", _version):
         for name in PRELOADED:
             importlib.import_module(name)
-    from gpt2_fp8 import compose
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    once.remember()
     compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its libraries down one by one
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # torch's reads sources
     assert "huggingface_hub" not in sys.modules, "it reads its variables when it is imported"
     gc.collect()
     gc.freeze()  # a collection in a forked process passes over all of it
@@ -129,6 +137,8 @@ def _take_place(request: dict[str, Any], streams: list[int]) -> None:
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
+    if request["session"] and os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C there is for this session
     sys.stdin = open(0)  # noqa: SIM115
     tempfile.tempdir = None  # TMPDIR may be another
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]  # read when Lightning is imported

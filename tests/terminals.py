@@ -6,47 +6,39 @@ import fcntl
 import os
 import pty
 import select
-import signal
 import struct
 import sys
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pyte
+
+from tests.forkserver import Popen
 
 LINES = 200  # of the screen; nothing scrolls away
 
 
 class Terminal:
-    """`python WORDS` in a terminal of `columns`. The bytes that it has written are in `written`."""
+    """`python WORDS` in a terminal of `columns`."""
 
-    def __init__(self, *words: object, cwd: Path, columns: int = 120, environment: Mapping[str, str] | None = None):
+    def __init__(self, *words: object, cwd: Path, columns: int = 120):
         self.screen = pyte.Screen(columns, LINES)
         self._stream = pyte.ByteStream(self.screen)
-        self.written = b""
-        self.began = time.monotonic()
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(cwd)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            chosen = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            chosen |= environment or {}
-            clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-            os.execve(sys.executable, [sys.executable, *map(str, words)], clean | chosen)
-        self.resize(columns)
+        self._fd, terminal = pty.openpty()
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
+        clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = Popen(
+            [sys.executable, *map(str, words)], cwd=cwd, env=clean | {"TERM": "xterm-256color"},
+            start_new_session=True, stdin=terminal, stdout=terminal, stderr=terminal,
+        )  # fmt: skip
+        os.close(terminal)
 
     @property
     def text(self) -> list[str]:
         """The rows of the screen that have something on them."""
         return [row.rstrip() for row in self.screen.display if row.strip()]
-
-    def resize(self, columns: int) -> None:
-        """Make the terminal as wide as this; the program gets SIGWINCH."""
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
-        self.screen.resize(LINES, columns)
 
     def press(self, keys: bytes) -> None:
         os.write(self._fd, keys)
@@ -65,9 +57,13 @@ class Terminal:
             if not self._read():
                 break
         else:
-            os.kill(self.pid, signal.SIGKILL)
+            self.process.kill()
+        return self.hang_up()
+
+    def hang_up(self) -> int:
+        """Close the terminal; returns the exit code."""
         os.close(self._fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.process.wait(120)
 
     def _read(self) -> bool:
         if not select.select([self._fd], [], [], 0.2)[0]:
@@ -76,6 +72,5 @@ class Terminal:
             data = os.read(self._fd, 1 << 16)
         except OSError:  # the other end is closed
             return False
-        self.written += data
         self._stream.feed(data)
         return bool(data)

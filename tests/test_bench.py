@@ -13,6 +13,7 @@ import pytest
 from gpt2_fp8 import bench, compose
 from gpt2_fp8.config.shown import table
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
+from tests import forkserver
 from tests.measure.test_subprocesses import gone
 
 TWO = ["trainer=cpu", "bench.precision=[fp32,bf16]", "bench.micro_batch_size=2"]
@@ -82,9 +83,9 @@ def test_output_that_nobody_reads_ends_it_quietly():
         "import signal, sys\nfrom gpt2_fp8 import bench\nfrom gpt2_fp8.measure.case import Result\n"
         f"bench.measure = lambda *_: Result(**{GOOD})\nsys.exit(bench.main({TWO}))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], stdout=here, stderr=subprocess.PIPE, text=True)
+    process = forkserver.Popen([sys.executable, "-c", code], stdout=here, stderr=subprocess.PIPE, text=True)
     os.close(here)
-    assert (ended.returncode, ended.stderr) == (141, "")
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 141)
 
 
 def test_bad_input_leaves_nothing_behind(capsys):
@@ -95,9 +96,8 @@ def test_bad_input_leaves_nothing_behind(capsys):
 
 def test_ctrl_c_in_the_middle_of_a_case():
     words = ["bench.micro_batch_size=2", "bench.steps=100000", "trainer.accelerator=cpu"]
-    program = [sys.executable, "-u", "-m", "gpt2_fp8.bench", *words]
-    process = subprocess.Popen(
-        program, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = forkserver.Popen(
+        [sys.executable, "-u", "-m", "gpt2_fp8.bench", *words], stdout=subprocess.PIPE, text=True
     )
     read = ""
     while "..." not in read:

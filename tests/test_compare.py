@@ -52,6 +52,9 @@ def test_real_sweeps_of_emulated_fp8_and_bf16(tmp_path):
 def test_the_files_and_what_is_printed(tmp_path, capsys):
     shown = told(capsys, pair(tmp_path), code=0)
     assert "+10.00%" in shown
+    result = shown.splitlines()[2]
+    assert result.startswith("bf16 has the lowest validation loss, 4.0000; the next, fp8_hybrid, is 10.00% above it.")
+    assert result.endswith("; 2.00 times as fast.")
     assert shown.startswith((tmp_path / "compare.md").read_text())
     assert shown.rstrip().endswith(", ".join(render.FILES))
     page = (tmp_path / "compare.html").read_text()

@@ -23,15 +23,12 @@ def test_the_programs_are_listed(arguments, capsys):
     assert NAMES[0] == "run"
 
 
-def test_help_of_a_program(capsys, tmp_path):
+def test_help_of_a_program_and_a_program_that_there_is_not(capsys, tmp_path):
     """In a process of its own, whose output the program prepares."""
     done = forkserver.python("-m", "gpt2_fp8", "help", "export", cwd=tmp_path, code=0)
     assert "Writes a checkpoint for transformers" in done.stdout
     assert __main__.main(["help", "exprot"]) == 2
     assert capsys.readouterr().err == "error: there is no program exprot\n  fix: gpt2-fp8 export\n"
-
-
-def test_a_program_that_there_is_not(capsys):
     assert __main__.main(["bnech"]) == 2
     assert capsys.readouterr().err == "error: there is no program bnech\n  fix: gpt2-fp8 bench\n"
     assert __main__.main(["qqq"]) == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.runtime import gpu_locks
+from tests import forkserver
 from tests.runs import SMALL, checkpoint, forked, metrics, summary
 
 WORDS = [word for word in SMALL if word != "trainer=cpu"]
@@ -57,7 +58,7 @@ def rows_of(folder):
 def start(cwd, *words):
     command = [sys.executable, "-m", "gpt2_fp8.run", "-m", "hydra/launcher=joblib", *words, "run_name=sweep"]
     two = {"CUDA_VISIBLE_DEVICES": "0,1", "TMPDIR": str(cwd), "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return forkserver.Popen(
         command, cwd=cwd, env=os.environ | two, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from gpt2_fp8 import evaluate, export, generate, prepare
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
+from gpt2_fp8.config.keys import key_paths, unknown_key
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.loggers import FP8_COLUMNS
@@ -23,7 +26,8 @@ README, ARCHITECTURE = ROOT / "README.md", ROOT / "ARCHITECTURE.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 RUN = ["python", "-m", "gpt2_fp8.run"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
-OTHERS = {"accelerate", "docker", "export", "lm_eval", "pip", "pytest", "sbatch", "srun", "tensorboard", "torchrun"}
+OTHERS = {"accelerate", "docker", "export", "hf", "litgpt", "lm_eval", "mlflow", "pip", "pytest", "sbatch", "srun"}
+OTHERS |= {"tensorboard", "torchrun"}
 CHECKS = {
     "gpt2_fp8.run": preflight, "gpt2_fp8.schedule": preflight, "gpt2_fp8.prepare": lambda argv: prepare.parse(argv)[1],
     "gpt2_fp8.bench": lambda argv: benchmark.preflight(argv, True)[1],
@@ -139,7 +143,9 @@ def test_the_first_commands_run(tmp_path, monkeypatch):
         assert main([*(word for word in words[3:] if word != "data.val_sequences=1000"), *few]) == 0
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs/models.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs/models.md", ROOT / "docs/coming-from.md"], ids=lambda page: page.name
+)
 def test_the_mistakes_shown_are_answered_so(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     typed, _, answer = next(b for b in blocks(page, "text") if b.startswith("$ ")).partition("\n")
@@ -155,6 +161,21 @@ def test_the_tables_are_the_programs():
     listed = {names(row[0])[0]: set(names(row[1])) for row in rows(ROOT / "docs/settings.md", "group")}
     assert listed == {name: choices for name, choices in groups.items() if name != "hydra"}
     assert settings_page.page() == settings_page.PAGE.read_text(), "python -m tests.settings_page"
+
+
+def test_other_trainers_names_are_answered_as_the_page_says():
+    page, ours = ROOT / "docs/coming-from.md", [*key_paths(RunConfig), *vars(preflight([])[0])]
+    for header in ("nanoGPT", "`litgpt pretrain`", "`TrainingArguments`"):
+        for theirs, here in ((names(cell) for cell in row) for row in rows(page, header)):
+            theirs, here = ([word.partition("=")[0] for word in words] for words in (theirs, here))
+            assert {*here} <= {*ours}, theirs
+            for leaf in {name.rpartition(".")[2] for name in theirs} - {*ours, "interval", "resume", "logger_name"}:
+                assert any(key in unknown_key(leaf, [], key_paths(RunConfig))[1] for key in here), leaf
+
+
+def test_every_extra_is_explained():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert documented("install.md", "extra") == set(extras)
 
 
 def test_links_and_files_exist():

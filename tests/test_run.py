@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.ranks import ALONE, start
+from tests.ranks import ALONE, finish, start
 from tests.runs import SMALL, checkpoint, command, forked, metrics, summary
 
 BAD = ["lr=1 seed=-1 precision=fp16 optim.learing_rate=1e-3", "data=text_files data.train_files=[nope.txt]"]
@@ -35,49 +35,22 @@ def _cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_interval=200", "logger=csv",
-        "callbacks.checkpoint_every_n_steps=200"]  # fmt: skip
-
-
-def interrupt(number, started, *arguments, cwd):
-    """Send a signal once the file `started` is there; returns the exit code and what was printed."""
-    process = start(cwd, "-m", "gpt2_fp8.run", *arguments, ranks=False)
-    try:
-        until = time.monotonic() + 90
-        while not started.exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=90)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
-def test_a_signal_saves_and_the_run_goes_on_later(tmp_path):
-    folder = tmp_path / "outputs/run"
-    ended, output = interrupt(signal.SIGTERM, folder / "metrics.csv", *LONG, cwd=tmp_path)
-    assert ended == 143, output
-    assert "; run_name=run ckpt_path=last continues" in output
-    assert "Traceback" not in output
-    report = summary(folder)
-    assert (report["status"], report["exit_code"]) == ("stopped", 143)
-    assert 0 < report["steps"] < 400
-    assert checkpoint(folder, report["steps"]).is_dir()
-    done = forked(*LONG, "ckpt_path=last", cwd=tmp_path, code=0)
-    assert f"(step {report['steps']})" in done.stdout
-    assert list(metrics(folder)["train_loss"]) == list(range(1, 401))
+LONG = [*SMALL, "trainer.max_steps=150", "trainer.val_check_interval=75", "logger=csv",
+        "callbacks.checkpoint_every_n_steps=75"]  # fmt: skip
 
 
 def test_a_signal_ends_a_whole_sweep(tmp_path):
-    words = [word for word in LONG if word != "run_name=run"]
-    started = tmp_path / "outputs/sweep/0/metrics.csv"
-    code, output = interrupt(signal.SIGINT, started, "-m", *words, "run_name=sweep", "seed=1,2", cwd=tmp_path)
+    process = start(tmp_path, "-m", "gpt2_fp8.run", "-m", *LONG, "run_name=sweep", "seed=1,2", ranks=False)
+    until = time.monotonic() + 90
+    while not (tmp_path / "outputs/sweep/0/metrics.csv").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
     assert code == 130, output
     assert summary(tmp_path / "outputs/sweep/0")["status"] == "stopped"
     assert not (tmp_path / "outputs/sweep/1").exists()
-    assert [(row["seed"], row["status"]) for row in rows_of(tmp_path / "outputs/sweep")] == [
-        ("1", "stopped"), ("2", "not run"),
-    ]  # fmt: skip
+    rows = [(row["seed"], row["status"]) for row in rows_of(tmp_path / "outputs/sweep")]
+    assert rows == [("1", "stopped"), ("2", "not run")]
     assert "Sweep of 2 jobs: 1 stopped, 1 not run" in output
 
 

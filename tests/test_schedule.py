@@ -1,6 +1,7 @@
 """The schedule program: its figures are those of training, and how it ends."""
 
 import csv
+import re
 import sys
 
 import pytest
@@ -20,8 +21,8 @@ def said(capsys, *argv, code=0):
 
 
 def rows(text):
-    parts = [line.split() for line in text.splitlines()]
-    found = {int(p[0].replace(",", "")): (float(p[2]), " ".join(p[5:])) for p in parts if len(p) > 4 and p[4] == "%"}
+    row = re.compile(r"^ +([\d,]+)  +[\d.]+( [kMB])?  +(\S+)  +[\d.]+ %  (.*)$", re.MULTILINE)
+    found = {int(m[1].replace(",", "")): (float(m[3]), m[4]) for m in row.finditer(text)}
     assert found
     return found
 
@@ -51,7 +52,11 @@ def test_what_is_told(tmp_path, monkeypatch, capsys):
     text = said(capsys, *LONG, "optim.warmup_steps=500", "optim.lr=3e-3")
     assert "gpt2: 1,760 steps of 524,288 tokens, 922,746,880 tokens in all" in text
     assert "cosine: peak 0.003 after 500 steps, 0.0003 at the end" in text
-    assert rows(text)[501] == (3e-3, "the peak")
+    assert rows(text)[501] == (3e-3, "cosine begins")
+    assert "      1,760     923 M   3.00e-04" in text
+    words = ["optim.warmup_steps=0", "optim.schedule=warmup_stable_decay", "optim.decay_steps=760"]
+    phases = {step: phase for step, (_, phase) in rows(said(capsys, *LONG, *words)).items()}
+    assert [phases[step] for step in (1, 880, 1001, 1760)] == ["stable begins", "stable", "decay begins", "decay"]
 
 
 def test_epochs_are_counted(tmp_path, monkeypatch, capsys):

@@ -116,7 +116,7 @@ def look_only(line: CommandLine) -> list[str]:
     """Check a command line that asks Hydra to show something, and return it as Hydra takes it. Raises UserError."""
     if line.shows == "cfg":
         return plan(line, Purpose(shown=True)).words
-    if line.problems and line.shows != "shell_completion":
+    if line.problems:
         raise UserError(line.problems)
     return [*line.flags, *(str(override.input_line) for override in line.overrides)]
 

@@ -19,6 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -110,6 +111,9 @@ class Catalog:
         try:
             cfg = compose(self.config_name, list(words), return_hydra_config=True)
         except Exception as error:  # of Hydra, OmegaConf and YAML; OmegaConf raises AttributeError for some values
+            if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("optim/"):
+                cause = f"optim follows model, and there is no {error.missing_cfg_file}.yaml"
+                raise UserError.of(cause, f"optim={either(self.choices('optim'))}") from None
             told = " ".join(f"{error} {error.__cause__ or ''}".split())
             named = next((word for word in words if word.lstrip("+") in told), None)
             raise UserError.of(f"{named or 'the settings'} cannot be composed: {line(told, 500)}") from None

@@ -140,6 +140,16 @@ def is_text(cls: type, key: str) -> bool:
     return any(member in (str, list[str]) for member, _ in kind.members)
 
 
+def choices_of(cls: type, key: str) -> list[str]:
+    """Return the words that a dotted key of `cls` is chosen from, in a member of each union on its way; or none."""
+    name, _, below = key.partition(".")
+    kind = kind_of(hints_of(cls).get(name))
+    if below:
+        return [choice for member in kind.classes for choice in choices_of(member, below)]
+    literals = [str(value) for member, _ in kind.members if get_origin(member) is Literal for value in get_args(member)]
+    return [*literals, *(["true", "false"] if bool in dict(kind.members) else [])]
+
+
 def value_of(config: object, key: str) -> object:
     """Return the value of a dotted key; None if this configuration's classes do not have it."""
     for part in key.split("."):
@@ -191,7 +201,13 @@ ALIASES = {
     "num_gpus": "trainer.devices", "world_size": "trainer.devices", "dtype": "precision=bf16, fp32 or fp8_hybrid",
     "use_fp8": "precision=fp8_hybrid", "fp8_recipe": "recipe=delayed, current or block",
     "wandb_project": "logger.wandb.project, with logger=[default,wandb]", "muon_lr": "optimizer.matrix_lr",
-    "ema": "optim.ema_decay", "patience": "callbacks.early_stopping_patience",
+    "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval", "epochs": "trainer.max_epochs",
+    "save_steps": "callbacks.checkpoint_every_n_steps", "save_total_limit": "callbacks.keep_checkpoints",
+    "logging_steps": "trainer.log_every_n_steps", "lr_decay_iters": "trainer.max_steps",
+    "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps", "max_seq_length": "model.n_positions",
+    "tie_embeddings": "model.tied_head", "bf16": "precision=bf16", "report_to": "logger", "out_dir": "run_name",
+    "output_dir": "run_name", "model_name": "model", "dataset": "data", "train_data_path": "data.train_files",
+    "initial_checkpoint_dir": "init_from", "ema": "optim.ema_decay", "patience": "callbacks.early_stopping_patience",
     "early_stopping": "callbacks.early_stopping_patience", "max_new_tokens": "tokens",
     "num_return_sequences": "samples",
 }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,3 +92,11 @@ def write_plan(folder: Path, jobs: Sequence[Sequence[str]] | None) -> None:
     temporary = folder / f".{PLAN}.tmp"
     temporary.write_text(json.dumps({"jobs": jobs}, indent=1))
     os.replace(temporary, folder / PLAN)
+
+
+def varied_keys(folder: Path) -> set[str]:
+    """Return the keys in which the jobs of the sweep in `folder` differ, by its plan; none without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        jobs = [set(words) for words in json.loads((folder / PLAN).read_bytes())["jobs"]]
+        return keys(set.union(*jobs) - set.intersection(*jobs))
+    return set()

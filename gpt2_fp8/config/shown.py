@@ -10,6 +10,7 @@ LONGEST = 1000  # characters of a cause or a remedy
 _LONGEST_CELL = 120  # and of a table's cell
 _NUMBER = re.compile(r"[-+]?[\d.,]+%?")
 _MARKUP = re.compile(r"([\\`*\[\]<|])")
+_THOUSANDS = {10**9: "B", 10**6: "M", 10**3: "k"}  # with the largest first
 _BARE = re.compile(r"[A-Za-z0-9_/.+$%*@?|-]+")  # what Hydra's grammar has outside of quotes, apart from blanks
 
 
@@ -61,6 +62,12 @@ def duration(seconds: float) -> str:
 def format_count(number: int, what: str) -> str:
     """Return a number with what it counts, an English noun that takes an s: `1 step`, `19,073 steps`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def format_large(number: float) -> str:
+    """Return a number in its thousands: `950`, `10 k`, `1.5 M`, `19.9 B`."""
+    unit = next((unit for unit in _THOUSANDS if abs(number) >= 0.9995 * unit), None)  # three digits are shown
+    return f"{number:.3g}" if unit is None else f"{number / unit:.3g} {_THOUSANDS[unit]}"
 
 
 def as_typed(path: Path, here: Path | None = None) -> Path:

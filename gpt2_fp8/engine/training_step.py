@@ -208,7 +208,7 @@ class TrainingStep:
         self._unsettled, self._last = None, result
         self.attempts.note_settled(self.schedule.last_epoch)
         self.schedule.step()
-        if not result.read().skipped:
+        if self.average.exists and not result.read().skipped:
             self.average.update(self.schedule.last_epoch)
         done()
         for function in self.on_settled:

@@ -73,6 +73,7 @@ def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
     """Return every figure, and what to know of them. `left_out`: a line for each run that could not be read."""
     sides = found.sides
     return {
+        "result": describe_result(found),
         "tokens": found.tokens,
         "runs": [describe_runs(side) for side in sides],
         "verdict": [verdict(side, found) for side in sides if side.condition.fp8 and side is not found.base],
@@ -81,6 +82,23 @@ def figures(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
         "throughput": [throughput(side, found) for side in sides],
         "notes": [*notes(found), *(f"Left out: {line}" for line in left_out)],
     }
+
+
+def describe_result(found: Comparison) -> str:
+    """Return what came out, in one or two sentences: whose loss is the lowest, and whether FP8 is as good."""
+    (best, *others), base = [side for side in found.sides if not side.why_not], found.base
+    row = next(losses(best, found))
+    told = f"{best.condition.name} has the lowest {row['loss']} loss, {row['mean']:.4f}"
+    if best is not base:
+        told += f", {abs(row['relative']):.2%} below {base.condition.name}"
+    elif others:
+        told += f"; the next, {others[0].condition.name}, is {next(losses(others[0], found))['relative']:.2%} above it"
+    judged = next((side for side in found.sides if side.condition.fp8 and side is not base), None)
+    if judged is None:
+        return f"{told}."
+    row, times = verdict(judged, found), throughput(judged, found)["times_base"]
+    fast = f"; {times:.2f} times as fast" if times else ""
+    return f"{told}. {judged.condition.name} against {base.condition.name}: {row['answer']} ({row['why']}){fast}."
 
 
 def losses(side: Side, found: Comparison) -> Iterator[Row]:

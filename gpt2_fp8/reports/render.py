@@ -15,7 +15,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config.shown import inert, line, table
+from gpt2_fp8.config.shown import format_large, inert, line, table
 from gpt2_fp8.reports.comparison import Comparison, Row, mean_curve
 
 FILES = ("compare.md", "compare.html", "compare.png")
@@ -78,7 +78,7 @@ def write(folder: Path, found: Comparison, figures: dict[str, Any], widest: int 
 
 def _markdown(found: Comparison, figures: dict[str, Any], widest: int | None = None) -> str:
     of = {"base": found.base.condition.name, "tokens": found.tokens, "width": found.width}
-    parts = [f"# {_TITLE}"]
+    parts = [f"# {_TITLE}", inert(figures["result"], 1000)]
     for key, (title, about) in _SECTIONS.items():
         if figures[key]:
             parts += [f"## {title}", inert(about.format(**of), 1000)]
@@ -141,6 +141,7 @@ def _draw(found: Comparison) -> bytes | None:
     validation.set(title="validation loss", ylabel="nats a token", xlabel="tokens")
     for each in axes:
         each.grid(alpha=0.3)
+        each.xaxis.set_major_formatter(lambda tokens, _: format_large(tokens))
         each.spines[["top", "right"]].set_visible(False)
     for label in training.legend(frameon=False, fontsize=8).get_texts():
         label.set_parse_math(False)

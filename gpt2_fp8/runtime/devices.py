@@ -24,7 +24,7 @@ def device(config: RunConfig) -> Literal["cuda", "cpu"]:
     if torch.cuda.is_available():
         return "cuda"
     if config.trainer.accelerator == "gpu":
-        raise UserError.of("trainer.accelerator=gpu, and torch sees no GPU here", "trainer=cpu, or trainer=auto")
+        raise UserError.of("trainer.accelerator=gpu, and torch sees no CUDA GPU here", "trainer=cpu, or trainer=auto")
     return "cpu"
 
 

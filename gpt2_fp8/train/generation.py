@@ -126,5 +126,5 @@ def _room(prompt: int, n_positions: int) -> int:
 
 def _device(asked: str) -> Literal["cuda", "cpu"]:
     if asked == "gpu" and not torch.cuda.is_available():
-        raise UserError.of("device=gpu, and torch sees no GPU here", "device=cpu, or device=auto")
+        raise UserError.of("device=gpu, and torch sees no CUDA GPU here", "device=cpu, or device=auto")
     return "cpu" if asked == "cpu" or not torch.cuda.is_available() else "cuda"

@@ -1,8 +1,8 @@
 """A run's loggers: TensorBoard, `metrics.csv`, `fp8.csv`, each with every step once also after a resume; services.
 
 TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
-the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, precision_fp8_layers, speed,
-system, tensors_*.
+the names are chosen to begin with the loss: loss, optim, optim_steps, perplexity, precision_fp8,
+precision_fp8_layers, ranking, speed, system, tensors_*.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from gpt2_fp8.callbacks.histograms import TensorStats
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.schema import LoggerConfig, PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.fp8_health import Health
@@ -40,24 +41,24 @@ FP8_COLUMNS = ["step", "layer", "tensor", "format", "amax", "scale", "headroom",
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LABELS = ("optim.lr", "seed")  # of every run
 _NO_LABELS = ("run_name", "ckpt_path", "notes", "hydra", "tags", "logger", "callbacks")
-_RUNS = ("train", "val")  # of TensorBoard, which share their charts
-_RESULTS = (("loss", "val"), ("loss", "train"), ("speed/tokens_per_second", "train"))  # of the table of runs: tag, run
+_RESULTS = ("loss/val", "loss/train", "speed/tokens_per_second")  # of the table of runs
 _TAGS = {
-    "train_loss": ("train", "loss"),
-    "val_loss": ("val", "loss"),
-    "penalty": ("train", "loss/penalty"),
-    **{name: ("train", f"optim/{name}") for name in ("lr", "grad_norm", "clip_ratio")},
-    **{name: ("train", f"optim_steps/{name}") for name in ("skipped_steps", "bf16_reruns", "tokens")},
-    **{name: ("train", f"speed/{name}") for name in ("tokens_per_second", "step_time", "data_wait", "mfu_bf16")},
-    **{name: ("train", f"system/{name}") for name in ("memory_gb", "gpu_power_watts", "gpu_utilization")},
+    "train_loss": "loss/train",
+    "val_loss": "loss/val",
+    "penalty": "loss/train_penalty",
+    **{name: f"optim/{name}" for name in ("lr", "grad_norm", "clip_ratio")},
+    **{name: f"optim_steps/{name}" for name in ("skipped_steps", "bf16_reruns", "tokens")},
+    **{name: f"speed/{name}" for name in ("tokens_per_second", "step_time", "data_wait", "mfu_bf16")},
+    **{name: f"system/{name}" for name in ("memory_gb", "gpu_power_watts", "gpu_utilization")},
 }
 _PREFIXES = {
-    "fp8/": ("train", "precision_fp8/"),
-    "val_loss/": ("val", "loss/"),  # of a source of a mixture, or of data.validation
-    "ranking/": ("val", "ranking/"),
-    "tokens/": ("train", "optim_steps/tokens_of_"),
-    "epochs/": ("train", "optim_steps/epochs_of_"),
+    "fp8/": "precision_fp8/",
+    "val_loss/": "loss/val/",  # of a source of a mixture, or of data.validation
+    "ranking/": "ranking/",
+    "tokens/": "optim_steps/tokens_of_",
+    "epochs/": "optim_steps/epochs_of_",
 }
+_ONE_CHART = {"loss": {"training and validation": ["Multiline", ["^loss/train$", "^loss/val$"]]}}  # of custom scalars
 _HISTOGRAMS = {"gradient": "tensors_gradients", "weight": "tensors_weights"}
 _LARGEST_EXPONENT = 50.0  # of a perplexity that is shown: e^50
 
@@ -169,78 +170,79 @@ class FP8File(_Lossy):
 class EventFile(_Lossy, TensorBoardLogger):
     """A TensorBoardLogger that sorts metrics into groups, and writes every row into the file at once.
 
-    A killed run continues from a checkpoint, and the rows before it must be in the file then. `folder/tensorboard`
-    holds texts and hyper-parameters, `train` and `val` in it the curves, of which readers drop everything of earlier
-    files at or after `purge_step`. If the disk does not take a row, TensorBoard's writer does not recover.
+    A killed run continues from a checkpoint, and the rows before it must be in the file then. Readers drop everything
+    of earlier files at or after `purge_step`. If the disk does not take a row, TensorBoard's writer does not recover.
     """
 
     def __init__(self, folder: Path, purge_step: int):
         super().__init__(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
-        self._purge_step = purge_step
-        self._curves: dict[str, SummaryWriter] = {}
 
     @contextmanager
-    def _open_writers(self) -> Iterator[dict[str, SummaryWriter]]:
-        """Give the writers of the curves, and flush all files at the end.
-
-        They are made together, so that a resume drops what is late in each.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-
+    def _open_writer(self) -> Iterator[SummaryWriter]:
+        """Give the writer, and flush its file at the end."""
         with self._losing_rows("TensorBoard's log"):
-            for name in () if self._curves else _RUNS:
-                self._curves[name] = SummaryWriter(str(Path(self.log_dir, name)), purge_step=self._purge_step)
-            yield self._curves
-            for writer in (self.experiment, *self._curves.values()):
-                writer.flush()
+            yield self.experiment
+            self.experiment.flush()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a row."""
-        with self._open_writers() as writers:
-            for run, tag, value in place_metrics(metrics):
-                writers[run].add_scalar(tag, value, step)
+        with self._open_writer() as writer:
+            for tag, value in tag_metrics(metrics):
+                writer.add_scalar(tag, value, step)
 
     @rank_zero_only
     def log_histograms(self, tensors: Iterable[TensorStats], step: int) -> None:
         """Write the histogram of each tensor, and of gradients the norm."""
-        with self._open_writers() as writers:
+        with self._open_writer() as writer:
             for tensor in tensors:
-                writers["train"].add_histogram_raw(
+                writer.add_histogram_raw(
                     f"{_HISTOGRAMS[tensor.kind]}/{tensor.name}", -tensor.amax, tensor.amax, sum(tensor.counts),
                     tensor.sum, tensor.squares, tensor.edges[1:], tensor.counts, step,
                 )  # fmt: skip
                 if tensor.kind == "gradient":
-                    writers["train"].add_scalar(f"tensors_norm/{tensor.name}", tensor.norm, step)
+                    writer.add_scalar(f"tensors_norm/{tensor.name}", tensor.norm, step)
 
     @rank_zero_only
     def log_fp8_tensors(self, healths: Iterable[Health], step: int) -> None:
         """Write the scale and the amax of each FP8 tensor, a curve each."""
-        with self._open_writers() as writers:
+        with self._open_writer() as writer:
             for health in healths:
                 for figure, value in (("scale", health.scale), ("amax", health.amax)):
                     tag = f"precision_fp8_layers/{figure}_{health.tensor.kind}/{health.tensor.layer}"
-                    writers["train"].add_scalar(tag, value, step)
+                    writer.add_scalar(tag, value, step)
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, shown character by character."""
-        with self._open_writers():
-            self.experiment.add_text(tag, code_block(text), step)
+        with self._open_writer() as writer:
+            writer.add_text(tag, code_block(text), step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, metrics: Any = None, step: int | None = None) -> None:
-        """Write a row of the table of runs. Its results are the last points of the curves that matter."""
-        from tensorboard.plugins.hparams import summary_v2  # the public module wants TensorFlow
+        """Write a row of the table of runs, and a chart of both losses.
+
+        Its results are the last points of the curves that matter. TensorBoard shows first the columns that differ.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2
 
         self.hparams.update(params or {})
-        values = dict(self.hparams)
-        columns = [summary_v2.HParam(name) for name in values]
-        results = [summary_v2.Metric(tag, group=run, display_name=f"{run}: {tag}") for tag, run in _RESULTS]
-        trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
-        with self._open_writers():
-            self.experiment.file_writer.add_summary(summary_v2.hparams_config_pb(columns, results))
-            self.experiment.file_writer.add_summary(summary_v2.hparams_pb(values, trial_id=trial))
+        values, folder = dict(self.hparams), Path(self.save_dir).absolute()
+        differing = {*_LABELS, *own_words.varied_keys(folder.parent)}
+        experiment = api_pb2.Experiment(
+            hparam_infos=[api_pb2.HParamInfo(name=name, differs=name in differing) for name in values],
+            metric_infos=[summary_v2.Metric(tag).as_proto() for tag in _RESULTS],
+        )
+        content = plugin_data_pb2.HParamsPluginData(experiment=experiment)
+        columns = Summary.Value(
+            tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR
+        )
+        trial = "/".join(part for part in folder.parts[-2:] if part != "outputs")  # more would not fit its column
+        with self._open_writer() as writer:
+            for summary in (Summary(value=[columns]), summary_v2.hparams_pb(values, trial_id=trial)):
+                self.experiment.file_writer.add_summary(summary)
+            writer.add_custom_scalars(_ONE_CHART)
 
     @rank_zero_only
     def save(self) -> None:
@@ -250,11 +252,9 @@ class EventFile(_Lossy, TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the files."""
+        """Close the file."""
         with self._losing_rows("TensorBoard's log"):
             super().finalize(status)
-            for writer in self._curves.values():
-                writer.close()
 
 
 def is_known(name: str) -> bool:
@@ -262,19 +262,17 @@ def is_known(name: str) -> bool:
     return name in _TAGS or name.startswith(tuple(_PREFIXES))
 
 
-def place_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Yield TensorBoard's run, tag and value of each metric, and the perplexity of each loss: e to the loss in nats.
+def tag_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield TensorBoard's tag and the value of each metric, and the perplexity of each loss: e to the loss in nats.
 
     A metric that is not this project's keeps its name.
     """
     for name, value in metrics.items():
-        run, tag = _TAGS.get(name, ("val" if name.startswith("val_") else "train", name))
-        for prefix, (own_run, own_tag) in _PREFIXES.items():
-            if name.startswith(prefix):
-                run, tag = own_run, own_tag + name.removeprefix(prefix)
-        yield run, tag, value
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        tag = _PREFIXES[prefix] + name.removeprefix(prefix) if prefix else _TAGS.get(name, name)
+        yield tag, value
         if name in ("train_loss", "val_loss") and float(value) < _LARGEST_EXPONENT:
-            yield run, "loss/perplexity", math.exp(float(value))
+            yield f"perplexity/{tag.removeprefix('loss/')}", math.exp(float(value))
 
 
 def code_block(text: str) -> str:

@@ -205,6 +205,8 @@ class MLflow(Remote):
         self.note_run_id(str(logger.run_id))
         logger.log_hyperparams(asdict(self.config))
         log.info("MLflow: run %s of the experiment %s in %s", self.run_id, options.experiment, uri)
+        if not uri.startswith("http"):
+            log.info("MLflow: to look at it, pip install mlflow && mlflow ui --backend-store-uri %s", uri)
         return logger
 
     def send_text(self, logger: Any, tag: str, text: str, step: int) -> None:

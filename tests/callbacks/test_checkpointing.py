@@ -86,7 +86,7 @@ def test_the_logs_are_on_the_disk_before_a_pointer_moves(tmp_path, monkeypatch):
     write, seen = pointers.write, {}
 
     def look(folder, kind, pointer):
-        events = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         scalars = events.Scalars("direct") if "direct" in events.Tags()["scalars"] else []
         seen.setdefault(pointer.step, [event.step for event in scalars])
         write(folder, kind, pointer)

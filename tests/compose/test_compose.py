@@ -1,8 +1,10 @@
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -89,12 +91,15 @@ def test_an_experiment_may_set_what_stands_at_the_top(tmp_path):
     assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)", "run_name=x"])) == len(experiments)
 
 
-def test_a_users_own_model(tmp_path):
-    text = (conf_dir() / "model/tiny.yaml").read_text()
-    write(tmp_path / "mine/model/small.yaml", text.replace("name: tiny", "name: small"))
+def test_a_users_own_model(tmp_path, monkeypatch):
+    """Three lines, as the page has it: the block is GPT-2's, the name its file's."""
+    (text,) = re.findall(r"```yaml\n((?:.*\n){3})```", (REPOSITORY / "docs/models.md").read_text())
+    write(tmp_path / "mine/model/small.yaml", text)
     assert "optim/small" in causes("-cd", "mine", "model=small")[0]
-    (config,) = preflight(["-cd", "mine", "model=small", "optim=tiny"])
-    assert config.model.name == "small"
+    argv = ["-cd", "mine", "model=small", "optim=tiny", "run_name=x"]
+    (config,), (gpt2,) = preflight(argv), preflight(["model=gpt2"])
+    assert config.model == replace(gpt2.model, name="small", n_layer=6, n_head=6, n_embd=384)
+    assert run_by_hydra(monkeypatch, *argv) == [config]
     write(tmp_path / "mine/model/small.yaml", text + "n_layers: 3\n")
     assert causes("-cd", "mine", "model=small", "optim=tiny") == ["there is no key model.n_layers"]
 

@@ -18,6 +18,8 @@ def leaves(node, path=""):
 def bases(file):
     """The files that a file is built upon, those of its defaults list that choose from no group, and under which key
     their own keys come (none: beside the file's)."""
+    if file.parent.name == "model":  # config.yaml has it in front of every model
+        yield Path("_model.yaml"), ""
     defaults = yaml.safe_load((conf_dir() / file).read_text()).get("defaults", [])
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests import forkserver
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.hub import Hub
 
@@ -62,7 +63,7 @@ class Client:
                        "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_OFFLINE": "0", **environment}  # fmt: skip
         command = [sys.executable, "-m", "tests.data.hub_client"]
         self.hub = hub
-        self.process = subprocess.Popen(
+        self.process = forkserver.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
 

@@ -87,7 +87,7 @@ def test_a_text_of_the_hub_is_validated_by_itself(hub: Hub, client: Client) -> N
     assert "data.validation.part.files" in answer["message"]
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", pytest.param("HF_DATASETS_OFFLINE", marks=pytest.mark.slow)])
 def test_without_a_network_the_clients_cache_is_the_same_text(
     hub: Hub, client: Client, tmp_path: Path, variable: str
 ) -> None:

@@ -1,11 +1,11 @@
 """Inductor's workers and a SIGTERM to the process group, in processes of their own."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
+
+from tests import forkserver
 
 pytestmark = pytest.mark.whole
 
@@ -36,11 +36,8 @@ def alive(pid):
     return True
 
 
-def test_a_compilation_under_way_survives_a_signal_to_the_group_and_no_worker_the_process():
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, start_new_session=True
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_compilation_under_way_survives_a_signal_to_the_group_and_no_worker_the_process(tmp_path):
+    ended = forkserver.python("-c", PROGRAM, cwd=tmp_path, timeout=120, code=0)
     assert ended.stdout.endswith("compiled\n")
     pids = [int(word) for word in ended.stdout.split() if word.isdigit()]
     assert len(pids) == 2

@@ -48,10 +48,11 @@ def trained(step, steps, health=None):
 
 
 CASES = [
-    [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"], [EMULATED, "recipe=current"],
-    [EMULATED, "recipe=block"], [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
+    [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"],
+    *(pytest.param([EMULATED, f"recipe={name}"], marks=pytest.mark.slow) for name in ("current", "block")),
+    [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
     ["precision.backend=torchao", "recipe=current"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("words", CASES, ids=lambda words: " ".join(words[1:]) or "delayed")

@@ -1,15 +1,13 @@
 """Faults 43 and 45: signals in start-up, also where a library loses them, and of a closed terminal."""
 
 import os
-import pty
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 from tests import ranks
 from tests.runs import SMALL, checkpoint, summary
+from tests.terminals import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -70,26 +68,10 @@ def test_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path):
 
 def test_a_terminal_that_is_closed(tmp_path):
     """Whoever writes to it from then on gets an error: the progress bar, the log, the run's last word."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(tmp_path)
-        words = [*LONG[:-1], "callbacks.progress_bar=true", LONG[-1]]
-        os.execve(sys.executable, [sys.executable, "-m", "gpt2_fp8.run", *words], ALONE)
-    threading.Thread(target=drain, args=(terminal,), daemon=True).start()
-    until = time.monotonic() + 300
-    while not (tmp_path / "outputs/run/metrics.csv").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    os.close(terminal)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 143
+    words = [*LONG[:-1], "callbacks.progress_bar=true", LONG[-1]]
+    terminal = Terminal("-m", "gpt2_fp8.run", *words, cwd=tmp_path)
+    terminal.read_until(lambda _: (tmp_path / "outputs/run/metrics.csv").exists())
+    assert terminal.hang_up() == 143
     report = summary(tmp_path / "outputs/run")
     assert report["status"] == "stopped"
     assert checkpoint(tmp_path / "outputs/run", report["steps"]).is_dir()
-
-
-def drain(terminal):
-    try:
-        while os.read(terminal, 1 << 16):
-            pass
-    except OSError:
-        pass

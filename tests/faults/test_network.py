@@ -1,6 +1,7 @@
 """Faults 50 to 54: a hub that fails in every way, through the real client, by a hub on the loopback."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ STEPS = 60
 
 
 @pytest.fixture(autouse=True)
-def _whole(hub: Hub) -> None:
+def _whole(hub: Hub) -> Iterator[None]:
+    yield
     hub.refuse, hub.faults[:] = None, []
 
 

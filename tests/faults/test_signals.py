@@ -18,7 +18,17 @@ from tests import ranks
 from tests.callbacks.test_resume import assert_same
 from tests.callbacks.tiny_run import At, kill, run
 from tests.data.corpora import write_jsonl
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, record_steps, summary, train, train_until
+from tests.runs import (
+    SMALL,
+    assert_same_checkpoint,
+    checkpoint,
+    forked,
+    metrics,
+    record_steps,
+    summary,
+    train,
+    train_until,
+)
 
 SLURM = {
     "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
@@ -228,10 +238,10 @@ def test_45_in_a_save(tmp_path, whole, monkeypatch):
 # ---- the whole group ---------------------------------------------------------------------------------------------
 
 
-def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path):
+def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process_and_the_run_goes_on(tmp_path):
     """Ctrl-C: parent and workers get it alike."""
     folder = tmp_path / "outputs/run"
-    words = [*SMALL, "trainer.max_steps=4000", "run_name=run", "data.num_workers=2"]
+    words = [*SMALL, "trainer.max_steps=300", "run_name=run", "data.num_workers=2", "logger=csv"]
     process = ranks.start(tmp_path, *ranks.program(tmp_path), *words, ranks=False)
     until = time.monotonic() + 90
     while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < until:
@@ -243,4 +253,9 @@ def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path):
     assert "worker process" not in output, "a worker has died of it"
     report = summary(folder)
     assert (report["status"], report["exit_code"]) == ("stopped", 130)
+    assert 0 < report["steps"] < 300
     assert checkpoint(folder, report["steps"]).is_dir()
+    assert "; run_name=run ckpt_path=last continues" in output
+    done = forked(*words, "ckpt_path=last", cwd=tmp_path, code=0)
+    assert f"(step {report['steps']})" in done.stdout
+    assert list(metrics(folder)["train_loss"]) == list(range(1, 301))

@@ -119,7 +119,7 @@ def test_a_later_document_sees_nothing_of_an_earlier_one(layers, masked):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layers", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in LAYERS])
 def test_text_of_one_document_has_the_loss_that_it_has_without_a_mask(layers):
     ids, found = text(TOKENS, tokens=TOKENS + 1), []
     for masked in ("true", "false"):

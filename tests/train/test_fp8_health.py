@@ -47,7 +47,7 @@ def test_a_run_that_casts_nothing_says_nothing_of_it(tmp_path, caplog):
 
 def test_tensorboard_has_the_scale_of_every_layer_at_the_steps_of_the_table(tmp_path):
     train(tmp_path, *FP8, "trainer.max_steps=6", "trainer.val_check_interval=6")
-    curves = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown, tensors = {}, {}
     for tag in curves.Tags()["scalars"]:
         if tag.startswith("precision_fp8_layers/"):

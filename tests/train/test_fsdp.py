@@ -23,15 +23,12 @@ EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 # A low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference.
 ONE = ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_every_n_steps=10"]
 FP8 = [*EMULATED, *LLAMA, "recipe=delayed", "precision.bf16_last_steps=5", "activation_checkpointing=full"]
+AVERAGED = ["precision=bf16", "micro_batch_size=1", "optim.ema_decay=0.8", "callbacks.ranking=items.jsonl"]
+COPIES = ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"]
 KINDS = {
-    "fp32": (2, 50, ONE, []),
+    "fp32": (2, 20, ONE, []),
     "fp8": (2, 20, FP8, ["trainer.gather=bfloat16"]),
-    "copies": (
-        4,
-        10,
-        ["precision=bf16", "micro_batch_size=1", "optim.ema_decay=0.8", "callbacks.ranking=items.jsonl"],
-        ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"],
-    ),
+    "copies": (4, 10, AVERAGED, COPIES),
 }
 DIGEST = """
 import hashlib
@@ -92,7 +89,7 @@ def difference_of_averages(checkpoint, other):
 
 def histograms(folder):
     """{tensor and step: the number of its values, their sum of squares}."""
-    events = EventAccumulator(str(folder / "tensorboard/train"), {"histograms": 0}).Reload()
+    events = EventAccumulator(str(folder / "tensorboard"), {"histograms": 0}).Reload()
     return {
         (tag, event.step): (event.histogram_value.num, event.histogram_value.sum_squares)
         for tag in events.Tags()["histograms"]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.data.tokenizers_made import write_json
 from tests.runs import checkpoint, train
 
 IDS = 257
+MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # of GPT-2
 BOUND = 1e-5  # of the logits' standard deviation; 6e-6 was seen, as transformers has RoPE's angles in float32
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -121,6 +123,27 @@ def test_the_first_gpt2_folders_are_read(tmp_path: Path) -> None:
     edited(tmp_path, tie_word_embeddings="gone", layer_norm_epsilon=1e-3)
     model = expressed(tmp_path)
     assert apart(built(model, huggingface.read_weights(tmp_path, model, IDS)), theirs) < BOUND
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_checkpoint_of_nanogpt_comes_in_by_the_code_of_the_page(
+    bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names are Hugging Face's, its matrices lie the other way round, and biases may be missing."""
+    monkeypatch.chdir(tmp_path)
+    theirs = save_theirs(tmp_path / "theirs", "GPT-2").state_dict()
+    stored = {name: value.T if name.endswith(MATRICES) else value for name, value in theirs.items()}
+    stored = {f"_orig_mod.{name}": value for name, value in stored.items() if bias or not name.endswith(".bias")}
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64, "vocab_size": IDS, "bias": bias, "dropout": 0.0}
+    torch.save({"model": stored, "optimizer": {}, "model_args": shape, "iter_num": 5, "config": {}}, "ckpt.pt")
+    page = Path(__file__).resolve().parents[2] / "docs/coming-from.md"
+    code, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code, {})
+    weights = load_file("from_nanogpt/model.safetensors")
+    for name, value in weights.items():
+        kept = bias or not name.endswith(".bias")
+        assert torch.equal(value, theirs[name] if kept else torch.zeros_like(value)), name
+    assert hf_config.read_folder(Path("from_nanogpt"))[1]["n_positions"] == 64
 
 
 def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 import csv
 import html
 import math
+import re
 import time
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams import metadata
 
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.fp8.fp8_tensors import FP8Tensor
@@ -120,8 +123,8 @@ def event_file(folder, resume_step):
     return logger
 
 
-def curves(folder, name):
-    return EventAccumulator(str(folder / "tensorboard" / name)).Reload()
+def events(folder):
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
@@ -132,24 +135,32 @@ def test_tensorboard_shows_each_step_once(tmp_path):
             logger.log_metrics({"val_loss": 1.0}, step=2)
             logger.log_metrics({"val_loss": 1.0}, step=5)
         log(logger, numbers)
-        assert [event.step for event in curves(tmp_path, "train").Scalars("loss")] == list(range(1, shown + 1))
-        assert [event.step for event in curves(tmp_path, "val").Scalars("loss")] == ([2] if resume_step else [2, 5])
+        found = events(tmp_path)
+        assert [event.step for event in found.Scalars("loss/train")] == list(range(1, shown + 1))
+        assert [event.step for event in found.Scalars("loss/val")] == ([2] if resume_step else [2, 5])
         began = int(time.time())
         while shown > 2 and int(time.time()) == began:  # TensorBoard sorts files of one second by their number as text
             time.sleep(0.02)
 
 
-def test_training_and_validation_share_a_chart(tmp_path):
+def test_a_run_is_one_row_that_opens_on_the_loss(tmp_path):
     logger = event_file(tmp_path, None)
     logger.log_metrics({"train_loss": 2.0, "lr": 0.5, "tokens_per_second": 7.0, "fp8/scale_input": 3.0}, step=1)
     logger.log_metrics({"val_loss": torch.tensor(1.0), "val_loss/books": 4.0}, step=1)
+    logger.log_hyperparams({"seed": 1})
     logger.finalize("success")
-    train, val = curves(tmp_path, "train"), curves(tmp_path, "val")
-    assert train.Scalars("loss")[0].value == 2.0
-    assert (val.Scalars("loss")[0].value, val.Scalars("loss/perplexity")[0].value) == (1.0, pytest.approx(math.e))
-    assert val.Scalars("loss/books")[0].value == 4.0
-    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(train.Tags()["scalars"])))
-    assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
+    assert {path.parent for path in tmp_path.rglob("events.*")} == {tmp_path / "tensorboard"}
+    found = events(tmp_path)
+    tags = sorted(found.Tags()["scalars"])
+    shown = {tag: found.Scalars(tag)[0].value for tag in tags}
+    assert (shown["loss/train"], shown["loss/val"], shown["loss/val/books"]) == (2.0, 1.0, 4.0)
+    assert shown["perplexity/val"] == pytest.approx(math.e)
+    assert tags[0] == "loss/train"
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in tags))
+    assert groups == ["loss", "optim", "perplexity", "precision_fp8", "speed"], "TensorBoard opens the first two"
+    (layout,) = found.Tensors("custom_scalars__config__")
+    both = Layout.FromString(layout.tensor_proto.string_val[0]).category[0].chart[0].multiline.tag
+    assert [[tag for tag in tags if re.search(pattern, tag)] for pattern in both] == [["loss/train"], ["loss/val"]]
     assert is_known("val_loss/books")
     assert not is_known("weight_norm")
 
@@ -162,12 +173,14 @@ def test_a_text_is_shown_as_it_is(text):
 
 
 def test_a_run_is_a_row_of_the_table_with_its_values_and_results(tmp_path):
-    event_file(tmp_path, None).log_hyperparams({"optim.lr": 1e-3, "seed": 3, "precision": "bf16", "compile": True})
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    own_words.write_plan(tmp_path, [["seed=3", "compile=true"], ["seed=3", "compile=false"]])
+    values = {"compile": True, "optim.lr": 1e-3, "precision": "bf16", "seed": 3}
+    event_file(tmp_path / "0", None).log_hyperparams(values)
+    found = events(tmp_path / "0")
     content = found.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
     started = metadata.parse_session_start_info_plugin_data(content).hparams
-    shown = {name: getattr(started[name], started[name].WhichOneof("kind")) for name in started}
-    assert shown == {"optim.lr": 1e-3, "seed": 3.0, "precision": "bf16", "compile": True}
+    assert {name: getattr(started[name], started[name].WhichOneof("kind")) for name in started} == values
     content = found.summary_metadata[metadata.EXPERIMENT_TAG].plugin_data.content
-    result, *_ = metadata.parse_experiment_plugin_data(content).metric_infos
-    assert (result.name.tag, result.name.group) == ("loss", "val")
+    experiment = metadata.parse_experiment_plugin_data(content)
+    assert [column.name for column in experiment.hparam_infos if column.differs] == ["compile", "optim.lr", "seed"]
+    assert [result.name.tag for result in experiment.metric_infos][:2] == ["loss/val", "loss/train"]

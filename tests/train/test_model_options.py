@@ -8,12 +8,12 @@ from gpt2_fp8.train.module import GPT2Module
 from tests.runs import SMALL, checkpoint, summary, train
 from tests.train.test_resume import QWEN
 
-BASE = [*SMALL, *QWEN]
+BASE = [*SMALL, *QWEN, "precision=bf16"]
 
 
 def test_text_compiles_and_the_checkpoint_computes_alone(tmp_path):
-    train(tmp_path / "run", "callbacks.sample_tokens=4", "precision=bf16", "compile=true", base=BASE)
-    module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 12))
+    train(tmp_path / "run", "callbacks.sample_tokens=4", "trainer.max_steps=4", "compile=true", base=BASE)
+    module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 4))
     assert module.config.model.rope_scaling == 8
     assert module.model.head.weight is not module.model.tokens.weight
     assert torch.isfinite(module.model(torch.zeros(1, 32, dtype=torch.long))).all()

@@ -10,6 +10,8 @@ from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, recor
 
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
 TORCHAO = ["precision.backend=torchao", "precision.keep_bf16=[blocks.0.fc1,blocks.1.qkv]", "recipe=rowwise"]
+PENALTIES = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
+AVERAGE = ["optim.ema_decay=0.9", "optim.ema_start_step=2"]
 TWO_BLOCKS = ["model.n_layer=2", "activation_checkpointing=full", "model.dropout=0.1"]
 QWEN = [
     "model=qwen3_0_6b", "optim=tiny", "trainer.max_steps=12", "trainer.val_check_interval=5", "model.n_kv_head=1",
@@ -27,19 +29,14 @@ DOCUMENTS = ["data=text_files", "data.train_files=[text.jsonl]", "data.val_fract
              "document_mask=true"]  # fmt: skip
 SETS = ["data.validation.own.files=text.jsonl", "data.validation.ids.files=val.bin"]
 CASES = {
-    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *SETS],
-    "bf16": ["precision=bf16", "micro_batch_size=8"],
-    "adamw_bf16": ["optimizer=adamw_bf16", "optim.ema_decay=0.9", "optim.ema_start_step=2"],
-    "muon": ["optimizer=muon"],
-    "emulated, penalties": [*EMULATED, "penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"],
+    "two workers": ["data.num_workers=2", "micro_batch_size=1", "model.dropout=0.2", *AVERAGE, *SETS],
+    "within documents": [*DOCUMENTS, *EMULATED, *PENALTIES],
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
     "torchao": [*TORCHAO, *TWO_BLOCKS],
     "every option": [*QWEN, "precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
     "a mixture": MIXTURE,
-    "within documents": [*DOCUMENTS, *EMULATED],
 }
-SLOW = ["compiled"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +50,7 @@ def _text(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in CASES])
 def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, request, case):
     if case == "torchao":
         request.getfixturevalue("emulating_torchao")

@@ -35,10 +35,8 @@ def test_a_run_of_two_epochs_keeps_their_ends_and_its_rates_end_with_it(tmp_path
         "step-00000007", "step-00000013",
     ]  # fmt: skip
     train(tmp_path / "tokens", *words, "trainer.max_tokens=3583", "trainer.max_steps=14")
-    assert (summary(tmp_path / "tokens")["steps"], summary(tmp_path / "tokens")["ended_by"]) == (
-        13,
-        "trainer.max_tokens",
-    )
+    told = summary(tmp_path / "tokens")
+    assert (told["steps"], told["ended_by"]) == (13, "trainer.max_tokens")
     assert metrics(tmp_path / "tokens")["lr"] == metrics(tmp_path / "epochs")["lr"]
     assert metrics(tmp_path / "tokens")["train_loss"] == metrics(tmp_path / "epochs")["train_loss"]
     with pytest.raises(UserError, match=r"max_steps=10 ends before") as caught:

@@ -11,7 +11,7 @@ from gpt2_fp8.config import checks
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import services
 from gpt2_fp8.train.services import Remote
-from tests.runs import SMALL, metrics, recorded, train, train_until
+from tests.runs import SMALL, metrics, record_steps, recorded, train, train_until
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=3"]
 
@@ -62,43 +62,36 @@ def rows_of(folder):
     ]
 
 
-def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
-    folder = tmp_path / "run"
-    words = [*FEW, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
-    train_until(4, folder, *words)
-    first = services.read_run_id(folder, "wandb")
-    train(folder, *words, "ckpt_path=last")
-    assert services.read_run_id(folder, "wandb") == first
-    identifiers = [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
-    assert identifiers == [{first}, {first}], "folders of two legs of one second would differ by a number"
-    rows = rows_of(folder)
-    losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
-    assert losses == pytest.approx(metrics(folder)["train_loss"])
-
-
-def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
+def test_they_have_each_row_a_resumed_run_is_the_same_and_losses_are_as_without(tmp_path, caplog):
     from mlflow.tracking import MlflowClient
 
-    folder = tmp_path / "run"
-    uri = f"sqlite:///{tmp_path}/store.db"
-    words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
-    train(folder, *words)
-    run_id = services.read_run_id(folder, "mlflow")
-    train(folder, *words, "ckpt_path=last", "trainer.max_steps=8")
+    caplog.set_level("INFO", "gpt2_fp8")
+    alone = recorded(tmp_path / "alone", *FEW, "logger=csv")
+    folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/store.db"
+    words = [*FEW, "logger=[default,wandb,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
+    words += ["callbacks.checkpoint_every_n_steps=2", "logger.histograms_every_n_steps=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        steps = record_steps(patch)
+        train_until(4, folder, *words)
+        assert f"mlflow ui --backend-store-uri {uri}" in caplog.text
+        first = [services.read_run_id(folder, name) for name in ("wandb", "mlflow")]
+        train(folder, *words, "ckpt_path=last")
+    assert [services.read_run_id(folder, name) for name in ("wandb", "mlflow")] == first
+    assert (steps, metrics(folder)["val_loss"]) == (alone[0], alone[1]["val_loss"])
+    losses = pytest.approx(metrics(folder)["train_loss"])
+
+    identifiers = [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
+    assert identifiers == [{first[0]}, {first[0]}], "folders of two legs of one second would differ by a number"
+    assert {
+        int(r["trainer/global_step"]): float(r["train_loss"]) for r in rows_of(folder) if "train_loss" in r
+    } == losses
+
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert (run.info.run_id, run.info.status) == (first[1], "FINISHED")
     assert (run.data.params["model/n_layer"], run.data.tags["tags.round"]) == ("1", "2")
-    history = client.get_metric_history(run_id, "train_loss")
-    assert {row.step: row.value for row in history} == pytest.approx(metrics(folder)["train_loss"])
-
-
-def test_losses_are_the_same_with_and_without(tmp_path):
-    alone = recorded(tmp_path / "alone", *FEW, "logger=csv")
-    both = recorded(tmp_path / "both", *FEW, "logger=[default,wandb,mlflow]", "logger.histograms_every_n_steps=1")
-    assert alone[0] == both[0]
-    assert alone[1]["val_loss"] == both[1]["val_loss"]
+    assert {row.step: row.value for row in client.get_metric_history(first[1], "train_loss")} == losses
 
 
 class Away(Remote):
