@@ -52,8 +52,12 @@ class EarlyStop(EarlyStopping):
             self._say(self._step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count a validation, and stop if it was one too many. Collective."""
-        self._count(trainer, pl_module, trainer.global_step)
+        """Count a validation, and stop if it was one too many. Collective.
+
+        One that a signal has left after it was counted is made again by a resume, and counts once.
+        """
+        if trainer.global_step > self._step:
+            self._count(trainer, pl_module, trainer.global_step)
 
     def _count(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         super().on_validation_end(trainer, pl_module)

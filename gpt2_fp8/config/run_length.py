@@ -182,6 +182,8 @@ def _check_steps(config: RunConfig, steps: int, limit: str) -> Iterator[Problem]
         yield problem(config, keys, "the decay is longer than what follows the warm-up")
     if bf16_last_steps(config) >= steps:
         yield problem(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
+    if config.optim.ema_start_step >= steps:
+        yield problem(config, f"optim.ema_start_step {limit}", "no step would be in the average of weights")
     if config.optim.schedule == "warmup_stable_decay" and decay is None:
         reason = "the steps at the end in which the rate falls are not given"
         yield problem(config, "optim.schedule optim.decay_steps", reason)

@@ -87,6 +87,5 @@ class WeightAverage:
         """Continue from what `state_dict` has returned; None: from the weights at `begin`."""
         self._values = {}
         if self.exists and saved is not None:
-            self._values = {name: torch.empty_like(own) for name, own in zip(self._weights, self._own(), strict=True)}
-            for name, value in self._values.items():
-                value.copy_(sharding.local(saved[name]))
+            named = zip(self._weights, self._own(), strict=True)
+            self._values = {name: torch.empty_like(own).copy_(sharding.local(saved[name])) for name, own in named}

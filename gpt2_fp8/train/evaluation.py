@@ -26,7 +26,7 @@ from gpt2_fp8.fp8.resolve import Plan, as_before, resolve
 from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import RunPrecision
-from gpt2_fp8.train.ranking import rank
+from gpt2_fp8.train.ranking import count_right, encode, log_likelihoods
 from gpt2_fp8.train.trained import Trained
 from gpt2_fp8.train.trainer import quiet_logs
 
@@ -43,6 +43,8 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
     data = TokenDataModule.from_config(config)
     module = GPT2Module(config, vocabulary(trained.config), trained.weights, trained.step)
+    items = [] if own.ranking is None else programs.read_ranking(own.ranking, [])
+    endings = encode(data.tokenizer, items, config.model.n_positions)  # refuses what cannot be scored
     timer = Timer()
     trainer = _trainer(config, plan, [timer, LambdaCallback(on_validation_start=lambda *_: peak_gb(None, reset=True))])
     try:
@@ -71,8 +73,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "peak_memory_gb": peak_gb(None) if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
     }
     if own.ranking is not None:
-        items = programs.read_ranking(own.ranking, [])
-        found["ranking"] = rank(module, data.tokenizer, items, config.model.n_positions, config.micro_batch)
+        found["ranking"] = count_right(items, log_likelihoods(module, endings, config.micro_batch))
     return found
 
 

@@ -87,6 +87,7 @@ class GPT2Module(pl.LightningModule):
     ) -> GPT2Module:
         """Build the module of a checkpoint's folder, in float32 and plain torch until a Trainer has a precision plugin.
 
+        Its weights are their average, if the checkpoint has one.
         `config` is for a checkpoint that does not hold its own; the others are Lightning's and change nothing.
         """
         found = trained.read(Path(checkpoint_path), map_location=map_location or "cpu", config=config)

@@ -20,7 +20,8 @@ from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.data.tokenizer import Tokenizer
 from gpt2_fp8.data.workers import ProgressLog
 from gpt2_fp8.engine.out_of_memory import check_undivided, is_out_of_memory
-from gpt2_fp8.runtime import collectives, rng, signals
+from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime.sharding import is_divided
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,7 @@ _ACCURACIES = "acc", "acc_norm"
 class Ranking(pl.Callback):
     """Ranks endings after validations, and gives the loggers `ranking/acc` and `ranking/acc_norm`.
 
-    The ranks share the endings, and compute with the weights and in the precision of validations. Random numbers are
-    put back: the steps after it have the same ones as without it.
+    The ranks share the endings, and compute with the weights and in the precision of validations.
 
     Args:
         items: the beginnings and their endings.
@@ -52,12 +52,7 @@ class Ranking(pl.Callback):
         step, every = trainer.global_step, self._every_n_steps
         if trainer.sanity_checking or (every and step % every and not loops.is_last_step(trainer)):
             return
-        before = rng.capture_torch()
-        try:
-            sums = self._log_likelihoods(pl_module)
-        finally:
-            rng.restore_torch(before)
-        if sums is None:
+        if (sums := self._log_likelihoods(pl_module)) is None:
             return
         found = count_right(self._items, sums)
         for logger in trainer.loggers:
@@ -72,9 +67,9 @@ class Ranking(pl.Callback):
         share = -(-len(self._rows) // ranks)  # a forward of a divided model is collective: as many on each rank
         own = [self._rows[min(place * ranks + rank, len(self._rows) - 1)] for place in range(share)]
 
-        sums = list[float]()
-        try:
-            sums = log_likelihoods(pl_module, own, pl_module.step.micro_batch_size)
+        rows, sums = pl_module.step.micro_batch_size, list[float]()
+        try:  # of a divided model no rank may take fewer alone: the others would be in another forward
+            sums = log_likelihoods(pl_module, own, rows, least=rows if is_divided(pl_module.model) else 1)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -119,16 +114,6 @@ def encode(tokenizer: Tokenizer, items: list[Item], n_positions: int) -> list[Ro
     return [Row(row.ids[-(n_positions + 1) :], row.scored) for of_item in encoded for row in of_item]
 
 
-def rank(
-    logits_of: Callable[[Tensor], Tensor], tokenizer: Tokenizer, items: list[Item], n_positions: int, rows: int
-) -> dict[str, float | int]:
-    """Rank the endings of each item: see `count_right`.
-
-    `logits_of` computes [rows, tokens, vocabulary] of ids [rows, tokens].
-    """
-    return count_right(items, log_likelihoods(logits_of, encode(tokenizer, items, n_positions), rows))
-
-
 def count_right(items: list[Item], log_likelihoods: list[float]) -> dict[str, float | int]:
     """Count the items whose right ending is the likeliest.
 
@@ -148,10 +133,11 @@ def count_right(items: list[Item], log_likelihoods: list[float]) -> dict[str, fl
     return found
 
 
-def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows: int) -> list[float]:
+def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows: int, least: int = 1) -> list[float]:
     """Return the log-likelihood of the scored ids of each row, nats. Rows of like length are computed together.
 
-    In a single process, a signal ends it between two of its forwards.
+    `logits_of` computes [rows, tokens, vocabulary] of ids [rows, tokens], of so many `rows` at once, or of what fits,
+    but not fewer than `least`. In a single process, a signal ends it between two of its forwards.
     """
     order = sorted(range(len(flat)), key=lambda place: -len(flat[place].ids))  # the largest first: does it fit?
     found, done, looking = [0.0] * len(flat), 0, ProgressLog("ranking endings", len(flat))
@@ -162,9 +148,9 @@ def log_likelihoods(logits_of: Callable[[Tensor], Tensor], flat: list[Row], rows
         try:
             sums = _of_batch(logits_of, [flat[place] for place in batch])
         except Exception as error:
-            if rows == 1 or not is_out_of_memory(error):
+            if rows <= least or not is_out_of_memory(error):
                 raise
-            rows = max(1, rows // 2)
+            rows //= 2
             continue
         for place, value in zip(batch, sums, strict=True):
             found[place] = value

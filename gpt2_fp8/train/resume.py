@@ -73,8 +73,9 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     step.load_state_dict(own)
     changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
     if ("average" in own) != step.average.exists:
-        what = "begins with the weights of" if step.average.exists else "ends with"
-        changes.append(f"the average of weights {what} step {checkpoint['global_step']}, by optim.ema_decay")
+        done, begins = checkpoint["global_step"], step.average.exists
+        when = f"begins after step {max(done, config.optim.ema_start_step)}" if begins else f"ends with step {done}"
+        changes.append(f"the average of weights {when}, by optim.ema_decay")
     for change in changes if trainer.is_global_zero else ():
         log.warning("%s", change)
     return list(checkpoint["rng"])

@@ -71,7 +71,7 @@ def read(
     rest = {key: checkpoint[key] for key in (KEY, *parts) if key in checkpoint}
     step, average = split_average(checkpoint.get("training_step", {}))
     if weights == "ema" and average is None:
-        raise UserError.of(f"weights=ema: {path} holds no average of weights", "weights=raw")
+        raise UserError.of(f"weights=ema: {path} holds no average of weights")
     if average is None or weights == "raw":
         return Trained(path, config, checkpoint["state_dict"], "raw", step, rest)
     return Trained(path, config, average, "ema", step, rest)

@@ -44,6 +44,7 @@ _QUIET = (
 _USELESS: dict[str, type[Warning]] = {
     ".*cannot be converted to a JitArgument": UserWarning,  # of FlashAttention 4 by cutlass
     r"invalid escape sequence '\\\.'": SyntaxWarning,  # in torchao 0.18
+    r'Be aware .*callbacks: \["EarlyStop\{[^}]*\}"\]': UserWarning,  # a resume may leave its key out
 }
 # Names of places, which may be another one on each node. What is read there is compared.
 _PLACES = (

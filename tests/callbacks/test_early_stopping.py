@@ -3,10 +3,17 @@
 Under several ranks: tests/train/test_fsdp.py.
 """
 
+import json
+import os
 import re
+import signal
+
+import pytest
 
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.reports import sweep
+from gpt2_fp8.train import ranking
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 
 PATIENCE = "callbacks.early_stopping_patience"
@@ -48,3 +55,23 @@ def test_a_validation_that_only_a_note_tells_of_is_counted(tmp_path):
     train(tmp_path, *WORDS, "ckpt_path=last")
     assert (summary(tmp_path)["steps"], summary(tmp_path)["ended_by"]) == (6, PATIENCE)
     assert state(tmp_path, 6)["wait_count"] == 2
+
+
+def test_a_validation_that_a_signal_leaves_in_its_ranking_is_made_again_and_counted_once(tmp_path, monkeypatch):
+    """The step was not saved before; the validation's loss is noted only after all that follows it."""
+    (tmp_path / "items.jsonl").write_text(json.dumps({"ctx": "import", "endings": ["os", "x"], "label": 0}))
+    words = [*WORDS, f"callbacks.ranking={tmp_path / 'items.jsonl'}", "callbacks.checkpoint_every_n_steps=9"]
+    original, count = ranking.log_likelihoods, iter(range(9))
+
+    def interrupted(*arguments, **options):
+        if next(count) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(ranking, "log_likelihoods", interrupted)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *words)
+    assert (state(tmp_path / "run", 4)["wait_count"], summary(tmp_path / "run")["steps"]) == (1, 4)
+    train(tmp_path / "run", *words, "ckpt_path=last")
+    assert (state(tmp_path / "run", 6)["wait_count"], summary(tmp_path / "run")["steps"]) == (2, 6)
+    assert list(metrics(tmp_path / "run")["ranking/acc"]) == [2, 4, 6]

@@ -52,7 +52,7 @@ def test_training_is_as_without_them(runs):
     folder, (steps, metrics), (own_steps, own) = runs
     assert own_steps == steps
     assert own["train_loss"] == metrics["train_loss"]
-    assert_same_checkpoint(checkpoint(folder / "plain", 12), checkpoint(folder / "averaged", 12))
+    assert_same_checkpoint(checkpoint(folder / "plain", 12), checkpoint(folder / "averaged", 12), averages=False)
     assert all(own["val_loss"][step] != metrics["val_loss"][step] for step in (5, 10, 12))
     assert list(own["ranking/acc"]) == list(own["ranking/acc_norm"]) == [10, 12]
     assert not (checkpoint(folder / "plain", 12) / "average.safetensors").exists()
@@ -65,6 +65,28 @@ def test_the_average_begins_after_its_first_step(runs):
         mean = weights if step <= 3 else {name: torch.lerp(mean[name], weights[name], 1 - DECAY) for name in weights}
         assert_equal(average_of(checkpoint(folder, step)), mean, str(step))
     assert_equal(load_file(checkpoint(folder, 12) / "average.safetensors"), mean, "its file")
+
+
+def test_a_resume_begins_and_ends_it_and_says_so(runs, tmp_path, caplog, recwarn):
+    """From a checkpoint of the run without it, and from one with it. A patience is given up too."""
+    caplog.set_level("INFO")
+    folder, (steps, _), _ = runs
+    words = [*EMULATED_FP8, "callbacks.early_stopping_patience=9", "trainer.val_check_interval=12"]
+    own, _ = recorded(
+        tmp_path / "on", *words, f"ckpt_path={checkpoint(folder / 'plain', 10)}", f"optim.ema_decay={DECAY}",
+        "callbacks.checkpoint_every_n_steps=1",
+    )  # fmt: skip
+    assert own == steps[10:]
+    before, after = (read_weights(checkpoint(folder / "plain", step)) for step in (10, 11))
+    mean = {name: torch.lerp(before[name], after[name], 1 - DECAY) for name in after}
+    assert_equal(average_of(checkpoint(tmp_path / "on", 11)), mean, "average")
+    assert "the average of weights begins after step 10" in caplog.text
+    recwarn.clear()
+    own, _ = recorded(tmp_path / "on", *EMULATED_FP8, f"ckpt_path={checkpoint(tmp_path / 'on', 11)}")
+    assert own == steps[11:]
+    assert "the average of weights ends with step 11" in caplog.text
+    assert not [warning for warning in recwarn if "EarlyStop" in str(warning.message)]
+    assert not (checkpoint(tmp_path / "on", 12) / "average.safetensors").exists()
 
 
 def evaluated(*words):
@@ -141,3 +163,5 @@ def test_what_has_no_effect_or_cannot_be_is_refused_together(tmp_path):
     said = " ".join(problem.cause for problem in caught.value.problems)
     for part in ("ema_start_step=3", "min_delta=1", "line 1", "val_sequences=0", "every_n_steps=7"):
         assert part in said, part
+    with pytest.raises(UserError, match=r"ema_start_step=9, trainer.max_steps=9"):
+        compose.preflight(["optim.ema_decay=0.9", "optim.ema_start_step=9", "trainer.max_steps=9"])

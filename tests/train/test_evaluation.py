@@ -19,7 +19,7 @@ from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
 from gpt2_fp8.train import trained
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.ranking import encode_pair, log_likelihoods, rank
+from gpt2_fp8.train.ranking import count_right, encode, encode_pair, log_likelihoods
 from tests.data.tokenizers_made import write_ranks
 from tests.runs import checkpoint, summary, train
 
@@ -156,9 +156,14 @@ def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.nn.functional.one_hot(ids.long(), 257) * 10.0
 
-    found = rank(logits_of, load_tokenizer("bytes"), [Item("ab" * 40, ("aaa", "b"), 0)] * 3, 16, rows=4)
+    items = [Item("ab" * 40, ("aaa", "b"), 0)] * 3
+    endings = encode(load_tokenizer("bytes"), items, 16)
+    sums = log_likelihoods(logits_of, endings, rows=4)
     assert sizes == [(4, 16), (2, 16), (2, 16), (2, 16)]
-    assert found["acc_norm"] == 1.0
+    assert count_right(items, sums)["acc_norm"] == 1.0
+    with pytest.raises(torch.OutOfMemoryError):
+        log_likelihoods(logits_of, endings, rows=4, least=4)
+    assert sizes[4:] == [(4, 16)]
 
 
 def test_pairs_are_encoded_as_lm_eval_does() -> None:
