@@ -76,6 +76,7 @@ def main(argv: list[str]) -> None:
     assert request.own.ckpt_path is not None, "checked before"
     found = trained.load(request.own.ckpt_path, request.own.checkpoint, request.own.weights)
     config = configuration(request, found.config)
+    trained.tokenizer_of(found, config.data.tokenizer, "data.tokenizer=PATH of the one that it was trained with")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
     if request.own.out is not None:
@@ -234,7 +235,10 @@ def _check(config: RunConfig, trained: RunConfig) -> list[Problem]:
         found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))
     if not named or config.data.val_sequences == 0:
         found.append(Problem("data.val_sequences=0: there is nothing to evaluate", "data.val_sequences=256"))
-    return [*found, *(_check_tokenizer(config, trained) if named else [])]
+    if named and trained.data.tokenizer in tokenizer_file.NAMES and config.data.tokenizer != trained.data.tokenizer:
+        cause = f"data.tokenizer={show(config.data.tokenizer)}: the model was trained on the ids of "
+        found.append(Problem(cause + trained.data.tokenizer))
+    return found
 
 
 def _train_on_validated(source: Mixed) -> Mixed:
@@ -242,17 +246,6 @@ def _train_on_validated(source: Mixed) -> Mixed:
     if isinstance(source, (FilesData, TokenFilesData)) and source.val_files and not source.train_files:
         return replace(source, train_files=source.val_files)
     return source
-
-
-def _check_tokenizer(config: RunConfig, trained: RunConfig) -> list[Problem]:
-    name, before = config.data.tokenizer, trained.data.tokenizer
-    if before in tokenizer_file.NAMES and name != before:
-        return [Problem(f"data.tokenizer={show(name)}: the model was trained on the ids of {before}")]
-    try:
-        ids, has = tokenizer_file.number_of_ids(name), checks.vocabulary(trained)
-    except UserError:  # said by the paths' check
-        return []
-    return [Problem(f"data.tokenizer={show(name)} has {ids:,} ids, and the model {has:,}")] if ids > has else []
 
 
 if __name__ == "__main__":

@@ -24,14 +24,17 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import format_override, line
 from gpt2_fp8.runtime import programs, registry
 
+MOST_IDS = 1 << 20  # several times the largest vocabularies; the trainer asks for memory for all at once
+
 
 @programs.stoppable
 @programs.exit_code
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked, words = _parser().parse_known_args(argv)
-    configs, folder = compose.preflight(words), asked.out.expanduser()
-    if problems := list(_problems(configs, folder)):
+    anywhere = compose.Purpose(restarted=True)  # also where a run has been: nothing is written there
+    configs, folder = compose.preflight(words, anywhere), asked.out.expanduser()
+    if problems := list(_problems(configs, folder, asked.vocab_size)):
         raise UserError(problems)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
@@ -47,13 +50,15 @@ def main(argv: list[str]) -> None:
     print(line(f"next: {shlex.join([*RUN.split(), *words, *(format_override(key, str(folder)) for key in keys)])}"))
 
 
-def _problems(configs: list[RunConfig], folder: Path) -> Iterator[Problem]:
+def _problems(configs: list[RunConfig], folder: Path, vocab_size: int) -> Iterator[Problem]:
     if len(configs) > 1:
         yield Problem("-m: a tokenizer is trained on one text")
     for name, source in sources_of(configs[0].data):
         if not isinstance(source, TextData):
             key = f"data.sources.{name}" if name else "data"
             yield Problem(f"{key}={source.name}: its files have token ids already, and no text")
+    if vocab_size > MOST_IDS:
+        yield Problem(f"--vocab-size {vocab_size}: {MOST_IDS:,} at most")
     if find_spec("tokenizers") is None:
         yield Problem("the library tokenizers, which trains them, is not installed", tokenizer_file.INSTALL)
     if wrong := disk.check_folder(folder, "--out"):
@@ -74,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add, number = parser.add_argument, programs.positive
     add("action", choices=["train"])
     add("--out", type=Path, required=True, metavar="FOLDER", help="for its two files; it is not there yet, or empty")
-    add("--vocab-size", type=number, required=True, metavar="N", help="ids, from 257 on")
+    add("--vocab-size", type=number, required=True, metavar="N", help="ids, 257 to 1,048,576")
     add("--end", default="<|endoftext|>", metavar="TOKEN", help="what ends a document (default: %(default)s)")
     add("--megabytes", type=number, default=1000, metavar="N", help="of text at most (default: %(default)s)")
     return parser

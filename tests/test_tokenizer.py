@@ -65,6 +65,7 @@ def test_what_cannot_be_trained_is_refused_and_nothing_is_written(here, capsys):
         ("--out", "mine", "--vocab-size", "400", "--end", "words", *DATA): "--end words",
         ("--out", "mine", "--vocab-size", "4000", *DATA): "--vocab-size 4000",
         ("--out", "mine", "--vocab-size", "256", *DATA): "has 257 ids",
+        ("--out", "mine", "--vocab-size", "9" * 30, *DATA): "1,048,576",
         ("--out", "mine", "--vocab-size", "300", *DATA, "data.text_column=no"): "data.text_column",
         ("--out", "full", "--vocab-size", "400", *DATA): "full is there already",
         ("--out", "mine", "--vocab-size", "400", *ids): "data=token_files",

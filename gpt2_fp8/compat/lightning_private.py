@@ -20,8 +20,8 @@ _WRONG: dict[str, type[Warning]] = {
     ".*does not have many workers.*": PossibleUserWarning,
     "Your `IterableDataset` has `__len__` defined.*": UserWarning,
     ".*your dataloader is not resumable.*": UserWarning,
-    ".*recommended to use `self.log\\('(val|test)_loss'.*": PossibleUserWarning,  # it is already the same on every rank
-    "You called `self.log\\('(val|test)_loss'.*but have no logger": UserWarning,  # the module did
+    ".*recommended to use `self.log\\('(val|test)_loss.*": PossibleUserWarning,  # it is already the same on every rank
+    "You called `self.log\\('(val|test)_loss.*but have no logger": UserWarning,  # the module did
     "Precision bf16-mixed is not supported by the model summary.*": UserWarning,  # its weights are float32
     "`max_epochs` was not set. Setting it to 1000 epochs.*": PossibleUserWarning,  # a run is one
 }

@@ -211,8 +211,9 @@ def check_validation(data: TextOfARun) -> Iterator[Problem]:
     for name, source in sources_of(data) if isinstance(data, MixtureData) else ():
         if source.validation:
             yield Problem(f"data.sources.{name}.validation: the mixture has them all", "data.validation", _SOURCES)
-    for name, one in data.validation.items():
-        key, reason = f"data.validation.{name}", ""
+    trained = {path for _, source in sources_of(data) for path in _trained_files(source)} if data.validation else set()
+    for name, source in sets_of(data):
+        one, key, reason = data.validation[name], f"data.validation.{name}", ""
         if not _NAME.fullmatch(name):
             reason = "a name is a letter, then letters, digits and _, 40 at most"
         elif name in dict(sources_of(data)):
@@ -221,11 +222,29 @@ def check_validation(data: TextOfARun) -> Iterator[Problem]:
             reason = "it has neither files nor repo"
         elif one.repo is None and one.revision != ValidationSet.revision:
             reason = f"files of this machine have no revision {show(one.revision)}"
+        elif both := sorted(trained & _real_paths(source, "val_files")):
+            reason = f"the run trains on {both[0]}{f' and {len(both) - 1:,} more of its files' if both[1:] else ''}"
         if reason:
             yield Problem(f"{key}: {reason}", keys=(key,))
     if data.validation and data.val_sequences == 0:
         reason = "data.validation is scored beside the run's own validation"
         yield problem(data, "val_sequences", reason, prefix="data.")
+
+
+def _trained_files(source: Mixed) -> set[str]:
+    """Return the real paths of the local files that a source trains on."""
+    if isinstance(source, FileOrHubData):
+        return {os.path.realpath(Path(source.path).expanduser())}
+    return _real_paths(source, "train_files") - _real_paths(source, "val_files")
+
+
+def _real_paths(source: Mixed, key: str) -> set[str]:
+    """Return the real paths of the local files that a key of a source names; of what names none, its own."""
+    if not isinstance(source, (FilesData, TokenFilesData)):
+        return set()
+    kinds = text_files.OF_TEXT if isinstance(source, FilesData) else text_files.OF_IDS
+    found = (text_files.find(pattern, kinds) or [Path(pattern)] for pattern in getattr(source, key))
+    return {os.path.realpath(path) for paths in found for path in paths}
 
 
 def weights_of(data: MixtureData) -> dict[str, float]:
@@ -275,10 +294,7 @@ def _text(source: Mixed) -> dict[str, object]:
     """Return what says which text a source is. Local files are told by their real paths, in any order."""
     about = {key: value for key, value in asdict(source).items() if key not in _NO_TEXT}
     if isinstance(source, (FilesData, TokenFilesData)):
-        kinds = text_files.OF_TEXT if isinstance(source, FilesData) else text_files.OF_IDS
-        for key in ("train_files", "val_files"):
-            found = {os.path.realpath(path) for word in about[key] for path in text_files.find(word, kinds) or [word]}
-            about[key] = sorted(found)
+        about |= {key: sorted(_real_paths(source, key)) for key in ("train_files", "val_files")}
     return about
 
 

@@ -20,7 +20,9 @@ _NAME = re.compile(
     r"\.(?:(parquet|arrow|bin)|(txt|md|jsonl|ndjson|json|csv|tsv)(?:\.(gz|zstd?|bz2|lz4))?)$", re.IGNORECASE
 )
 _SAME = {"md": "txt", "ndjson": "jsonl", "zstd": "zst"}
-_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # as `datasets` saves them
+# As `datasets` saves them, and a tokenizer beside its text.
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
+          "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
 _SHOWN = {
     OF_TEXT: "give files that end in .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, all with or without .gz, .zst, "
     ".bz2, .lz4, or in .parquet, .arrow; .bin is for data=token_files",
@@ -50,7 +52,7 @@ def find(pattern: str, kinds: tuple[str, ...]) -> list[Path]:
 
 
 def _find_in(folder: Path, kinds: tuple[str, ...]) -> list[Path]:
-    """Return a folder's files of `kinds`, but hidden ones and what `datasets` notes beside the text."""
+    """Return a folder's files of `kinds`, but hidden ones and what is known to be about the text."""
     if folder.resolve() == Path(folder.resolve().anchor):  # a slip; a whole disk would be searched
         return []
     inside = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name not in _ABOUT)

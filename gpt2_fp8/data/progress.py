@@ -153,10 +153,11 @@ class Progress:
         left_out = {OVERFIT: 0, MOST_LANES: MAX_LANES}
         was, now = left_out | dict(state["fingerprint"]), left_out | self.fingerprint
         own, theirs = self.validation, state.get("validation")
-        if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
+        same_ids = all(was.get(key) == now[key] for key in ("tokenizer", "n_positions"))
+        if own and theirs and same_ids and was.get("data") == now["data"]:
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
         keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
-        keys = [key for key in keys if not key.startswith(OF_SET) or {key} <= was.keys() & now.keys()]
+        keys = [key for key in keys if not key.startswith(OF_SET) or (same_ids and key in was and key in now)]
         # Lanes follow from the others; the most is the checkpoint's, once that is restored.
         causes = [key for key in keys if key.partition(".")[0] not in ("lanes", MOST_LANES)]
         for key in causes or (() if MOST_LANES in keys else keys):

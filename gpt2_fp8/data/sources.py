@@ -90,18 +90,15 @@ def build_streams(config: TextOfARun, encoding: Tokenizer) -> list[SourceStream]
     return streams
 
 
-def build_sets(config: TextOfARun, encoding: Tokenizer, streams: list[SourceStream]) -> list[ValidatedText]:
-    """Find the units of every text of `data.validation`. Raises UserError also for a file that a stream trains on."""
+def build_sets(config: TextOfARun, encoding: Tokenizer) -> list[ValidatedText]:
+    """Find the units of every text of `data.validation`. Raises as `build_streams`."""
     found = []
-    train = [unit for stream in streams for unit in stream.corpus.train]
     for name, source in data_schema.sets_of(config):
         with naming_source(name, data_schema.as_of_set):
             reader = build_reader(source, encoding)
             corpus = reader.source.corpus()
             named = isinstance(source, HubData) and source.train_files
             units = [replace(unit, source=name) for unit in (corpus.train if named else corpus.val)]
-            if not isinstance(source, HubData):  # whose units do not name a file
-                check_overlap(train, units)
         found.append(ValidatedText(name, reader, Corpus([], units), source.val_sequences))
     return found
 
@@ -173,7 +170,7 @@ def check_overlap(train: list[Unit], held_out: list[Unit]) -> None:
                 found.add((unit.path, unit.source, source))
     if found:
         raise UserError(
-            Problem(f"{f'source {one}' if one else 'the run'} trains on {path}, and source {other} validates with it")
+            Problem(f"source {one} trains on {path}, and source {other} validates with it")
             for path, one, other in sorted(found)
         )
 

@@ -214,7 +214,7 @@ def find_text(
     """
     while True:
         streams, val = build_streams(config, encoding), {}
-        sets = build_sets(config, encoding, streams)
+        sets = build_sets(config, encoding)
         pool = open_pool(streams, sets)
         try:
             for text in [*streams, *sets]:

@@ -9,13 +9,12 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.config import data_schema, programs, tokenizer_file
+from gpt2_fp8.config import data_schema, programs
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.programs import GenerateConfig
-from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+from gpt2_fp8.data.tokenizer import TextStream
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.fp8.resolve import plain_plan
 from gpt2_fp8.model.decoder import Decoder
@@ -52,7 +51,8 @@ class Generation:
         self.path, self.weights = found.path, found.of
         wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
-        self.tokenizer = _tokenizer(found.config)
+        remedy = "tokenizer=PATH of the one that it was trained with"
+        self.tokenizer = trained.tokenizer_of(found, found.config.data.tokenizer, remedy)
         self.prompts = programs.beginnings(config, [])
         self._typed = list(map(self.tokenizer.encode_ordinary, self.prompts))
         separator = [self.tokenizer.eot_token]
@@ -128,12 +128,3 @@ def _device(asked: str) -> Literal["cuda", "cpu"]:
     if asked == "gpu" and not torch.cuda.is_available():
         raise UserError.of("device=gpu, and torch sees no CUDA GPU here", "device=cpu, or device=auto")
     return "cpu" if asked == "cpu" or not torch.cuda.is_available() else "cuda"
-
-
-def _tokenizer(config: RunConfig) -> Tokenizer:
-    """Load the tokenizer. Raises UserError if it is gone, or has more ids than the model."""
-    ids, has = tokenizer_file.number_of_ids(config.data.tokenizer), vocabulary(config)
-    if ids > has:
-        cause = f"tokenizer={show(config.data.tokenizer)} has {ids:,} ids, and the model {has:,}"
-        raise UserError.of(cause, "tokenizer=PATH of the one that it was trained with")
-    return load_tokenizer(config.data.tokenizer)

@@ -28,7 +28,6 @@ from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.data import tokenizer_export
-from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.model import hf_names
 from gpt2_fp8.model.hf_names import Place
 from gpt2_fp8.train import trained
@@ -71,13 +70,16 @@ def export(
     `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card. `weights`: see
     `trained.read`.
     """
-    found = trained.read(trained.find_checkpoint(source), "precision", "TokenDataModule", weights=weights)
+    found = trained.read(trained.find_checkpoint(source), "precision", trained.TEXT, weights=weights)
     config, ids = found.config, vocabulary(found.config)
     architecture = choose_architecture(config.model, found.path)
     theirs = hf_names.to_hf(found.weights, hf_names.places(config.model, architecture, ids))
     separator = tokenizer_file.separator(config.data.tokenizer)
     count = sum(tensor.numel() for tensor in theirs.values())
-    others = _tokenizer_files(config, found.parts.get("TokenDataModule", {})) if with_tokenizer else {}
+    others: dict[str, bytes] = {}
+    if with_tokenizer:
+        trained.tokenizer_of(found, config.data.tokenizer, "--no-tokenizer writes the weights alone")
+        others |= tokenizer_export.files_of(config.data.tokenizer, config.model.n_positions)
     others["README.md"] = _model_card(found, count, architecture.name, license_id).encode()
     _write_folder(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
     crossing = "; trained with document_mask=true, while transformers attends across documents"
@@ -96,16 +98,6 @@ def choose_architecture(model: ModelConfig, path: Path) -> Architecture:
             cause + ", ".join(misfits[best]), "train with the options of one of them (docs/huggingface.md)"
         )
     return best
-
-
-def _tokenizer_files(config: RunConfig, data: dict[str, Any]) -> dict[str, bytes]:
-    """Return the files of a run's tokenizer, which must be the one of the checkpoint's text, `data`."""
-    name = config.data.tokenizer
-    now = fingerprint(load_tokenizer(name))
-    if data.get("fingerprint", {}).get("tokenizer", now) != now:
-        cause = f"data.tokenizer={name} is not what it was when the run was trained"
-        raise UserError.of(cause, "set it back as it was; or --no-tokenizer writes the weights alone")
-    return tokenizer_export.files_of(name, config.model.n_positions)
 
 
 def _model_card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:

@@ -15,14 +15,17 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import hints_of, kind_of, tag_field, tags_of, value_of
+from gpt2_fp8.config.keys import hints_of, kind_of, show, tag_field, tags_of, value_of
 from gpt2_fp8.config.programs import EXAMPLES, Averaged, Which, is_run
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
+TEXT = "TokenDataModule"  # of the DataModule: which text it was trained on, and how far
 
 
 class Trained(NamedTuple):
@@ -39,7 +42,7 @@ class Trained(NamedTuple):
 def load(ckpt_path: str, which: Which, weights: Averaged = "auto") -> Trained:
     """Return the model that these words of a program's command line mean, with remedies for that."""
     try:
-        return read(find_checkpoint(Path(ckpt_path).expanduser(), which), weights=weights)
+        return read(find_checkpoint(Path(ckpt_path).expanduser(), which), TEXT, weights=weights)
     except CheckpointError as error:  # its own remedies are for a run, or for Python
         remedy = f"name another one: {EXAMPLES}"
         raise CheckpointError([Problem(problem.cause, remedy) for problem in error.problems]) from None
@@ -72,6 +75,21 @@ def read(
     if average is None or weights == "raw":
         return Trained(path, config, checkpoint["state_dict"], "raw", step, rest)
     return Trained(path, config, average, "ema", step, rest)
+
+
+def tokenizer_of(found: Trained, name: str, remedy: str) -> Tokenizer:
+    """Return the tokenizer `name`. Raises UserError if it is gone, or its content is not that of training."""
+    try:
+        ids, has = tokenizer_file.number_of_ids(name), vocabulary(found.config)
+        if ids > has:
+            raise UserError.of(f"data.tokenizer={show(name)} has {ids:,} ids, and the model {has:,}")
+        tokenizer = load_tokenizer(name)
+        now = fingerprint(tokenizer)
+        if found.parts.get(TEXT, {}).get("fingerprint", {}).get("tokenizer", now) != now:
+            raise UserError.of(f"data.tokenizer={show(name)}: its content is not what the run was trained with")
+    except UserError as error:  # the others' remedies are for a run
+        raise UserError.of(error.problems[0].cause, remedy) from None
+    return tokenizer
 
 
 def split_average(step: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

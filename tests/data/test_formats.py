@@ -90,8 +90,11 @@ def test_compressed_txt_is_cut_and_held_out_as_txt_is(
     assert bool(sides[0][1]) == bool(fraction)
 
 
+ABOUT = ["dataset_info.json", "tokenizer.json", "tokenizer_config.json"]
+
+
 def test_a_folder_is_its_files_of_known_kinds_and_a_glob_takes_no_folder(tmp_path: Path) -> None:
-    for name in ("b.md", "sub/a.txt", "sub/c.jsonl", ".git/x.txt", "image.png", "sub/.hidden.txt", "dataset_info.json"):
+    for name in ("b.md", "sub/a.txt", "sub/c.jsonl", ".git/x.txt", "image.png", "sub/.hidden.txt", *ABOUT):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "words"}\n')
 
@@ -102,7 +105,8 @@ def test_a_folder_is_its_files_of_known_kinds_and_a_glob_takes_no_folder(tmp_pat
     assert names(f"{tmp_path}/s*") == ["a.txt", "c.jsonl"]
     assert names(f"{tmp_path}/*.md") == ["b.md"]
     (tmp_path / "image.png").unlink()
-    (tmp_path / "dataset_info.json").unlink()
+    for name in ABOUT:
+        (tmp_path / name).unlink()
     assert names(f"{tmp_path}/*") == ["b.md"]
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpt2_fp8 import compose, export, generate, import_hf
+from gpt2_fp8 import compose, evaluate, export, generate, import_hf
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import hf_config
@@ -253,7 +253,9 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
     assert apart(module.model, theirs) < BOUND, "a step with next to no learning rate"
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
-    assert str(tokenizer) in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(tokenizer) in error
+    assert "--no-tokenizer" in error
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: GPT2LMHeadModel, ")
     assert f"| began from | {tmp_path / 'hf'} |" in (tmp_path / "out" / "README.md").read_text()
@@ -300,5 +302,6 @@ def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_pa
     write_json(tmp_path / "t", [chr(i) for i in reversed(range(256))], ["</s>"], "</s>")
     load_tokenizer.cache_clear()
     capsys.readouterr()
-    assert export.main([str(tmp_path / "own"), str(tmp_path / "other")]) == 2
-    assert "is not what it was when the run was trained" in capsys.readouterr().err
+    for program, *words in ((export, str(tmp_path / "other")), (evaluate,), (generate, "prompt=a")):
+        assert program.main([str(tmp_path / "own"), *words]) == 2
+        assert "its content is not what the run was trained with" in capsys.readouterr().err

@@ -170,10 +170,11 @@ def test_fifty_steps_of_two_processes_are_those_of_one(tmp_path, monkeypatch, ki
     folders = tmp_path / "outputs/run", tmp_path / "alone/one"
     own, theirs = (metrics(folder) for folder in folders)
     assert own.keys() == theirs.keys()
-    for column in {"train_loss", "val_loss", "val_loss/page"} & own.keys():
+    for column in ("train_loss", "val_loss", *(["val_loss/page"] if kind == "fp32" else [])):
         assert own[column] == pytest.approx(theirs[column], rel=1e-5 if kind == "fp32" else 5e-4), column
     assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
     assert "sample at step 50: " in output
+    assert "sync_dist" not in output
     curves = ["".join(map(str, folder.glob("tensorboard/events.*"))) for folder in folders]
     histograms = [Path(curve).read_bytes().count(b"tensors_weights/") for curve in curves]
     health = [(folder / "fp8.csv").read_text().count("\n") for folder in folders] if kind != "fp32" else [1, 1]
