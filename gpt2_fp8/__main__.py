@@ -60,7 +60,7 @@ def _run(name: str, argv: list[str]) -> int:
     """Run a program as `python -m gpt2_fp8.NAME` does; returns its exit code."""
     sys.argv[1:] = argv
     try:
-        runpy.run_module(f"gpt2_fp8.{name}", run_name="__main__", alter_sys=False)
+        runpy.run_module(f"gpt2_fp8.{name}", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0

@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1766, 13),
     "gpt2_fp8/train/**/*.py": (3813, 20),
 }
-OTHERS = {"tests/**/*.py": 30788, "docs/*.md": 2687, "README.md": 149, "ARCHITECTURE.md": 231, "CHANGELOG.md": 15}
+OTHERS = {"tests/**/*.py": 30790, "docs/*.md": 2687, "README.md": 149, "ARCHITECTURE.md": 231, "CHANGELOG.md": 15}
 
 
 def lines(pattern: str) -> list[int]:

@@ -56,7 +56,9 @@ def test_each_program_says_our_version_and_has_a_help(name, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("words", [["run", "modle=gpt2"], ["-m", "modle=gpt2,tiny"], ["~modle=gpt2"]])
-def test_words_are_a_runs_with_and_without_its_name(words, tmp_path):
+@pytest.mark.parametrize(
+    "words", [["run", "modle=gpt2"], ["-m", "modle=gpt2,tiny"], ["~modle=gpt2"], ["evaluate", "ckpt_path=modle"]]
+)
+def test_words_are_those_of_a_run_unless_they_name_a_program(words, tmp_path):
     done = forkserver.python("-m", "gpt2_fp8", *words, cwd=tmp_path, code=2)
     assert "modle" in done.stderr
