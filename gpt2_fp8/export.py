@@ -7,7 +7,6 @@ python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported --lic
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,10 +36,7 @@ def main(argv: list[str]) -> None:
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     if why := why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
-    if wrong := disk.check_folder(folder, "FOLDER"):
-        yield from wrong
-    elif os.path.isdir(folder) and os.listdir(folder):
-        yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
+    yield from disk.check_new_folder(folder, "FOLDER")
 
 
 def _parser() -> argparse.ArgumentParser:

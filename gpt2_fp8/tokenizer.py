@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -61,10 +60,7 @@ def _problems(configs: list[RunConfig], folder: Path, vocab_size: int) -> Iterat
         yield Problem(f"--vocab-size {vocab_size}: {MOST_IDS:,} at most")
     if find_spec("tokenizers") is None:
         yield Problem("the library tokenizers, which trains them, is not installed", tokenizer_file.INSTALL)
-    if wrong := disk.check_folder(folder, "--out"):
-        yield from wrong
-    elif os.path.isdir(folder) and os.listdir(folder):
-        yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")
+    yield from disk.check_new_folder(folder, "--out")
 
 
 def _parser() -> argparse.ArgumentParser:

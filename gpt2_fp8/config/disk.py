@@ -79,6 +79,14 @@ def check_folder(path: str | Path, setting: str) -> list[Problem]:
     return [Problem(f"{setting}={show(text)}: {reason}", keys=(setting,))] if reason else []
 
 
+def check_new_folder(folder: Path, setting: str) -> list[Problem]:
+    """Check that a program can write a folder, which is not there yet or empty: see `check_folder`."""
+    problems = check_folder(folder, setting)
+    if not problems and os.path.isdir(folder) and os.listdir(folder):
+        problems.append(Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet"))
+    return problems
+
+
 def check_untaken(folder: Path) -> list[Problem]:
     """Check that a fresh run may have a folder: its checkpoints would replace those of another run."""
     saved = sorted(path.parent.name for path in folder.glob("checkpoints/*/manifest.json"))
