@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from gpt2_fp8.config.schema import AdamWOptimizer, MuonOptimizer, OptimConfig, O
 from gpt2_fp8.engine.small_adamw import Keys, SmallAdamW, new_moments
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.parameters import is_block_matrix, packed_rows
-from gpt2_fp8.runtime import registry
+from gpt2_fp8.runtime import collectives, registry
 
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
@@ -167,7 +168,10 @@ class MuonAdamW(Optimizer):
             kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))
 
     def _update_together(self, matrices: list[Any], group: dict[str, Any]) -> list[Any]:
-        """Update matrices on a GPU, those of one shape in a few launches. Returns those that kernels do not take."""
+        """Update matrices on a GPU, those of one shape in a few launches. Returns those that kernels do not take.
+
+        Every rank has all momenta and weights; it makes its part of the updates orthogonal and gets the others'.
+        """
         if not matrices or not matrices[0].is_cuda:
             return matrices
         from gpt2_fp8.kernels import muon, newton_schulz
@@ -188,7 +192,8 @@ class MuonAdamW(Optimizer):
             addresses, shape = muon.put_addresses(batch), batch[0][0].shape
             updates = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=skip.device)
             muon.accumulate(addresses, updates, skip, group["momentum"])
-            updates = newton_schulz.orthogonalize_batch(updates, group["ns_steps"])
+            orthogonalize_part = partial(newton_schulz.orthogonalize_batch, steps=group["ns_steps"])
+            updates = collectives.divided(updates, orthogonalize_part)
             muon.apply(addresses, updates, skip, 1 - group["lr"] * group["weight_decay"], _rate(shape, group))
         return left
 
@@ -198,8 +203,8 @@ class MuonAdamW(Optimizer):
 
 
 def _batches(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """Yield matrices of one shape in batches. Their products take some five times BATCH_BYTES besides."""
-    most = max(1, BATCH_BYTES // (2 * parts[0][0].numel()))
+    """Yield matrices of one shape in batches, which ranks divide. Products take some five times BATCH_BYTES besides."""
+    most = max(1, BATCH_BYTES // (2 * parts[0][0].numel())) * collectives.rank_and_world()[1]
     for start in range(0, len(parts), most):
         yield parts[start : start + most]
 

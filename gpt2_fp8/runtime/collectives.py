@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,3 +101,20 @@ def maximum(values: Tensor) -> None:
     """Replace every element by the largest of all ranks. Collective. `values` is contiguous and contains no NaN."""
     if is_distributed():
         distributed.all_reduce(values, op=distributed.ReduceOp.MAX)
+
+
+def divided(items: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `compute(items)`, of which each rank computes a part and gets the others' bits. Collective.
+
+    items: contiguous [number, ...], the same on all ranks. `compute` treats them one by one, keeping shape and dtype.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        return compute(items)
+    each = -(-len(items) // world)
+    gathered = items.new_empty(each * world, *items.shape[1:])
+    own = slice(rank * each, min((rank + 1) * each, len(items)))
+    if len(items[own]):
+        gathered[own] = compute(items[own])
+    distributed.all_gather_into_tensor(gathered, gathered[rank * each : (rank + 1) * each])
+    return gathered[: len(items)]

@@ -48,7 +48,19 @@ def _tensors(rank):
     tensor = torch.tensor([1.0, -5.0]) * (1 - 2 * rank)
     collectives.maximum(tensor)
     told = {"maximum": tensor.tolist(), "means": [_means(rank, dtype) for dtype in (torch.float32, torch.bfloat16)]}
+    told["divided"] = [_divided(number) for number in (1, 4, 5)]
     return told | {"world": collectives.rank_and_world(), "several": collectives.is_distributed()}
+
+
+def _divided(number):
+    """How many items this rank computed of `number`, and whether it has the whole result."""
+    counts, items = [], torch.arange(6.0 * number).view(number, 2, 3).to(torch.bfloat16)
+
+    def compute(part):
+        counts.append(len(part))
+        return part * 3
+
+    return counts, torch.equal(collectives.divided(items, compute), items * 3)
 
 
 def _means(rank, dtype):
@@ -132,6 +144,15 @@ def test_the_largest_elements_of_all_ranks(ranks):
 
 
 @pytest.mark.whole
+def test_items_are_computed_by_one_rank_each(ranks):
+    whole = torch.ones(3, 2)
+    assert collectives.divided(whole, torch.neg).tolist() == (-whole).tolist()  # a single process
+    assert [found["divided"] for found in ranks] == [
+        [([1], True), ([2], True), ([3], True)],
+        [([], True), ([2], True), ([2], True)],
+    ]
+
+
 def test_gradients_become_means_over_the_ranks(ranks):
     for rank in ranks:
         for (first, strided, none, last), dtype in zip(rank["means"], (torch.float32, torch.bfloat16), strict=True):
