@@ -61,13 +61,6 @@ def words(road, *more):
 
 
 ON_OWN_GPUS = {
-    "fsdp": [
-        Launch([*IN_TE, "trainer=fsdp"], gpus=GPUS, faults=("stopped",)),
-        Launch([*IN_TE, "trainer=ddp", "ckpt_path=last"]),
-    ],
-    "fsdp, one GPU": [Launch(words("bf16", *SMALL_LLAMA), gpus=1)],
-    "fsdp, no memory": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory_on_all",))],
-    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
     **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
     "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],
@@ -82,6 +75,15 @@ ON_OWN_GPUS = {
 }  # fmt: skip
 CASES = {
     **({} if SHARED else ON_OWN_GPUS),
+    "fsdp": [
+        Launch([*IN_TE, "trainer=fsdp"], gpus=max(2, GPUS), faults=("stopped",)),
+        Launch([*IN_TE, "trainer=ddp", "ckpt_path=last"]),
+    ],
+    "fsdp, one GPU": [Launch(words("bf16", *SMALL_LLAMA), gpus=1)],
+    "fsdp, no memory": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory_on_all",))],
+    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
+    "muon": [Launch(words("fused", *LONG, "optimizer=muon"))],
+    "muon, one GPU": [Launch(words("fused", *LONG, "optimizer=muon"), gpus=1)],
     **{f"{road}, faults": [Launch(words(road, *SHORT), faults=("out_of_memory", "not_finite"))] for road in
        ("delayed", "fused")},
     "graphs, faults": [
@@ -131,6 +133,11 @@ def test_two_gpus_compute_what_one_does(runs, road):
     assert_same_losses(runs, road, road)
     assert (completed(runs, road)["tensors"][-1] > 0) == (road in ("delayed", *OURS))
     assert ("in CUDA graphs" in runs(road).output) == (road == "graphs")
+
+
+@hopper
+def test_gpus_that_divide_muons_matrices_compute_what_one_does(runs):
+    assert_same_losses(runs, "muon", "muon")
 
 
 @four
@@ -216,11 +223,10 @@ def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", run.output), run.output
 
 
-@own_gpus
 def test_a_sharded_model_trains_as_one_gpu_does_and_goes_on_replicated(runs):
     """In FP8 on all GPUs, then on two by data parallelism; one GPU trains it in bf16."""
     sharded, alone = runs("fsdp"), runs("fsdp, one GPU")
-    assert [codes for codes, _ in sharded.ends] == [[143], [0]], sharded.output
+    assert [set(codes) for codes, _ in sharded.ends] == [{143}, {0}], sharded.output
     assert set(alone.codes) == {0}, alone.output
     assert "layers     Transformer Engine" in sharded.ends[0][1]
     own, in_bf16 = (metrics(run.folder)["train_loss"] for run in (sharded, alone))
@@ -230,17 +236,15 @@ def test_a_sharded_model_trains_as_one_gpu_does_and_goes_on_replicated(runs):
     torch.testing.assert_close(*averages, rtol=0.05, atol=2e-3)
 
 
-@own_gpus
 def test_out_of_memory_on_all_gpus_begins_a_sharded_step_again(runs):
     steps, one = completed(runs, "fsdp, no memory"), runs("fsdp, one GPU")
     assert steps["size"] == [2] * 2 + [1] * 10
     assert steps["loss"] == pytest.approx(list(metrics(one.folder)["train_loss"].values()), rel=2e-2)
 
 
-@own_gpus
 def test_out_of_memory_on_one_gpu_ends_a_sharded_run_with_its_name(runs):
     run = runs("fsdp, no memory on one")
-    assert run.codes == [2], run.output
+    assert set(run.codes) == {2}, run.output
     assert run.output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, run.output
 
 
