@@ -2,8 +2,7 @@
 
 The rows of a micro-batch go through it in chunks of `CHUNK_ROWS`, from input to losses and gradients, in two ways:
 
-- With logits: the GEMM writes logits, and two kernels read them: one for the losses, one that writes their gradient in
-  FP8.
+- With logits: the GEMM writes logits. Two kernels read them: for the losses, and for the logits' gradient in FP8.
 - Without: the GEMM writes that gradient itself. A row's sum of exponentials is known only afterwards, so its numbers
   are relative to a reference (`kernels.probabilities`). The few rows that are too far from theirs are a chunk of logits
   at the end, up to `ROOM` of each chunk. With more of them numbers in the gradient have saturated: the loss is NaN
