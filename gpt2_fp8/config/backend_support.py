@@ -17,6 +17,7 @@ from gpt2_fp8.config.schema import AttentionKernel, FP8PrecisionConfig, RunConfi
 FP8_CAPABILITY = (8, 9)  # GPUs with FP8 matrix units, by compute capability: Ada and later
 ROWWISE_CAPABILITY = (9, 0)  # and those that multiply with a scale a row
 HOPPER = 9
+WIDEST_COLUMNS = 4096  # of a row that one block of threads normalises, four columns a thread (`kernels.layer_norm`)
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
 _OF_PRECISION = ("precision.name", "recipe", "precision.keep_bf16", "precision.backward")
 _OF_LAYERS = ("precision.backend", "model.dropout", "document_mask", "penalty")
@@ -41,6 +42,8 @@ def why_not_fused(config: RunConfig) -> str | None:
         f"of the penalties they have z_loss alone, and this is penalty.{only}":
             penalty.logit_l2 or penalty.activation_l1,
         f"their backward is in FP8, and this is precision.backward={backward}": backward != "fp8",
+        f"they normalise at most {WIDEST_COLUMNS:,} channels, and this is model.n_embd={config.model.n_embd}":
+            config.model.n_embd > WIDEST_COLUMNS,
         f"they keep whole blocks in bf16, and precision.keep_bf16 names a part of {block}": block,
     })  # fmt: skip
     if reason:

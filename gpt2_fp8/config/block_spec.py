@@ -22,6 +22,7 @@ class Option(StrEnum):
     RMS_NORM = "RMSNorm"
     GELU = "a GELU MLP"
     SWIGLU = "a SwiGLU MLP"
+    RELU_SQUARED = "a squared-ReLU MLP"
     LEARNED_POSITIONS = "learned positions"
     ROPE = "RoPE"
     SCALED_ROPE = "scaled RoPE"
@@ -52,13 +53,14 @@ class Norm:
 class MLP:
     """The MLP between two projections. The gate is the first half of what SwiGLU's first projection gives."""
 
-    kind: Literal["gelu", "swiglu"]  # gelu: in its tanh form. swiglu: SiLU(gate) times the rest (Shazeer 2020)
+    # gelu: in its tanh form. swiglu: SiLU(gate) times the rest (Shazeer 2020). relu_squared: So et al. 2021
+    kind: Literal["gelu", "swiglu", "relu_squared"]
     width: int  # channels of the hidden layer
 
     @property
     def projected(self) -> int:
         """The channels that the first projection gives: a gated MLP has the gate beside the hidden layer."""
-        return self.width if self.kind == "gelu" else 2 * self.width
+        return 2 * self.width if self.kind == "swiglu" else self.width
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class BlockSpec:
             Option.RMS_NORM: self.norm.kind == "rms_norm",
             Option.GELU: self.mlp.kind == "gelu",
             Option.SWIGLU: self.mlp.kind == "swiglu",
+            Option.RELU_SQUARED: self.mlp.kind == "relu_squared",
             Option.LEARNED_POSITIONS: rope is None,
             Option.ROPE: rope is not None,
             Option.SCALED_ROPE: rope is not None and rope.scaling != 1,

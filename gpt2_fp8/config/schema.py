@@ -34,7 +34,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm of queries and keys, head by head, before positions
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_epsilon: Share = 1e-5  # of every normalisation
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "swiglu", "relu_squared"] = "gelu"
     mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
     positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions
     rope_base: Positive | None = None  # only with positions=rope; null: 10000

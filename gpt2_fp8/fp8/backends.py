@@ -201,9 +201,8 @@ class TransformerEngine(Backend):
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
-        """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
-        auto = self.config.precision.backend == "auto"
-        reason = backend_support.why_not_fused(self.config) if auto else None
+        """See `Backend`. If the faster layers were not chosen, it says why."""
+        reason = Fused.why_not(self.config) if self.config.precision.backend == "auto" else None
         own = self.kernel in ("auto", "te")
         return {
             "layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else ""),
@@ -227,7 +226,7 @@ class Fused(Backend):
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        return backend_support.why_not_fused(config) or why_no_hopper()
+        return backend_support.why_not_fused(config) or why_no_hopper() or nvrtc.why_missing()
 
     @override
     def family(self) -> Composed:
@@ -266,36 +265,26 @@ class Fused(Backend):
             return _because(self.torch_attention(), attention.why_not_flash(heads, tokens))
         return _because(attention.kernels(heads), attention.why_not_flash(heads))
 
-    def slower(self) -> list[str]:
-        """List what is missing or broken on this machine, so that slower kernels do its work."""
-        flash = attention.why_no_flash()
-        return [reason for reason in (nvrtc.why_missing(), None if flash == NOT_INSTALLED else flash) if reason]
+    def slower(self) -> str | None:
+        """Return what is broken on this machine, so that slower kernels do its work."""
+        reason = attention.why_no_flash()
+        return None if reason == NOT_INSTALLED else reason
 
 
 def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
     """Describe the kernel of each part of the fused layers but attention, by the part, and why not a faster one.
 
-    Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`, `layer_norm.keeps_rows`.
+    Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`.
 
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
-    missing, n_embd = nvrtc.why_missing() is not None, spec.n_embd
-    why_no_gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
-    gelu = _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu or missing else "inside its GEMMs"
+    why_no_gelu = product.why_no_product(rows, spec.mlp.width, spec.n_embd)
     # Training's logits. Those of an evaluation are in bfloat16, and stored.
-    why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
-    if missing or why_no_statistics:
-        logits = _because("without their statistics", why_no_statistics)
-    elif why_stored := product.why_logits(rows, padded_vocab_size, n_embd):
-        logits = _because("with their statistics", why_stored)
-    else:
-        logits = "never in memory"
-    if missing or n_embd > nvrtc.WIDEST_COLUMNS:
-        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {nvrtc.WIDEST_COLUMNS:,})")
-    else:
-        norm = "in CUDA C++, over rows"
-    casts = f"in {'Triton' if missing else 'CUDA C++'}"
-    return {"gelu": gelu, "logits": logits, "normalisation": norm, "casts": casts}
+    why_stored = product.why_logits(rows, padded_vocab_size, spec.n_embd)
+    return {
+        "gelu": _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu else "inside its GEMMs",
+        "logits": _because("in memory", why_stored) if why_stored else "never in memory",
+    }
 
 
 def _because(what: str, why: str | None) -> str:

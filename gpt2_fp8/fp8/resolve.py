@@ -72,9 +72,9 @@ class Plan:
         layers = "Transformer Engine's" if isinstance(self.backend, TransformerEngine) else "plain torch"
         return {"layers": f"{layers}, in bf16"}
 
-    def slower(self) -> list[str]:
-        """List what is missing or broken on this machine, so that slower kernels do its work."""
-        return self.backend.slower() if isinstance(self.backend, Fused) else []
+    def slower(self) -> str | None:
+        """Return what is broken on this machine, so that slower kernels do its work."""
+        return self.backend.slower() if isinstance(self.backend, Fused) else None
 
     @property
     def recipe(self) -> str | None:

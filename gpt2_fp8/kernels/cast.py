@@ -3,12 +3,11 @@
 Hopper's FP8 GEMMs read both operands along the summed dimension. So a tensor that takes part in a forward GEMM and in a
 weight gradient is stored twice: as it is [M, N] and transposed [N, M]. One kernel reads it once and writes both.
 
-Moving single bytes between threads is slow. So a program handles rows in groups of four. It loads the first, second,
-third and fourth rows of all groups as four tiles. Then it packs the four bytes of a group and column into one word.
-Threads exchange words, a quarter as many (`store_both`).
+`cast_transpose` is in CUDA C++ (`cuda/cast.cu`): its blocks read and write whole lines of memory.
 
-`cast_transpose` has a faster kernel in CUDA C++ (`cuda/cast.cu`), whose blocks read and write whole lines of memory.
-Triton's is for shapes that are no multiples of 16, and where CUDA C++ cannot be compiled.
+What kernels in Triton need for both layouts is here too (`store_both`). Moving single bytes between threads is slow. So
+a program handles rows in groups of four. It loads the first, second, third and fourth rows of all groups as four tiles.
+Then it packs the four bytes of a group and column into one word. Threads exchange words, a quarter as many.
 
 Every kernel takes a `Slot`: the scale to multiply by, and where to record the amax. Delayed scaling turns the amax into
 the scale of later steps. Conversion saturates; NaN stays NaN.
@@ -24,8 +23,8 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.formats import Slot
 
-GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
-TILES, STAGES = 8, 3  # tiles below each other for one program, if there are enough rows
+GROUPS, COLUMNS, WARPS = 16, 64, 4  # in Triton: a tile is 4 * GROUPS rows by COLUMNS
+TILES = 8  # below each other for one program, if there are enough rows
 LINES, THREADS = 128, 256  # in CUDA C++: a block has LINES rows and LINES columns
 BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # for each multiprocessor, limited by its registers
 
@@ -86,30 +85,6 @@ def largest4(x0, x1, x2, x3):
 
 
 @triton.jit
-def _cast(
-    x, q, qt, sums, scale, amax, M, N, tiles,
-    SUMS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    factor = tl.load(scale)
-    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
-        groups = tile * GROUPS + tl.arange(0, GROUPS)
-        x0 = load_row(x, groups, columns, 0, M, N)
-        x1 = load_row(x, groups, columns, 1, M, N)
-        x2 = load_row(x, groups, columns, 2, M, N)
-        x3 = load_row(x, groups, columns, 3, M, N)
-        store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, factor, True)
-        largest = tl.maximum(largest, largest4(x0, x1, x2, x3))
-        if SUMS:
-            total += (x0 + x1) + (x2 + x3)
-    tl.atomic_max(amax, tl.max(largest))
-    if SUMS:
-        tl.store(sums + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, axis=0), mask=columns < N)
-
-
-@triton.jit
 def _reduce(partial, out, count, N, stride, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -158,31 +133,18 @@ def cast_transpose(
     """Quantize x [M, N], bfloat16 or float32, with the slot's scale to FP8 [M, N] and its transpose [N, M].
 
     They are written into `out` if given. The third result is partial column sums of x, float32 [P, N], which
-    `reduce_columns` finishes; empty unless `sums`. M is a multiple of 4.
+    `reduce_columns` finishes; empty unless `sums`. M and N are multiples of 16, and x is at one of 16 bytes.
     """
     assert x.dim() == 2, x.shape
     assert x.is_contiguous()
+    assert x.data_ptr() % 16 == 0, "16 bytes are read at a time"
     m, n = x.shape
-    assert m % 4 == 0, "rows go in groups of four"
+    assert m % 16 == n % 16 == 0, (m, n)
     q, qt = out or empty_pair(m, n, slot.dtype, x.device)
-    if m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.why_missing() is None:
-        return q, qt, _cast_in_cuda(x, slot, q, qt, sums)
-    grid, tiles = tile_grid(m, n)
-    partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)
-    _cast[grid](
-        x, q, qt, partial, slot.scale, slot.amax, m, n, tiles,
-        SUMS=sums, GROUPS=GROUPS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
-    )  # fmt: skip
-    return q, qt, partial
-
-
-def _cast_in_cuda(x: Tensor, slot: Slot, q: Tensor, qt: Tensor, sums: bool) -> Tensor:
-    """Quantize x into q and qt; return the partial column sums, empty unless `sums`. It reads 16 bytes at a time."""
-    m, n = x.shape
     down = -(-m // LINES)
     partial = torch.empty((down, n) if sums else 0, dtype=torch.float32, device=x.device)
     given = {"TILE": LINES, "THREADS": THREADS, "BLOCKS": BLOCKS[x.dtype], "E4M3": slot.dtype == torch.float8_e4m3fn}
     given |= {"FLOAT32": x.dtype == torch.float32, "SUMS": sums}
     launch = nvrtc.kernel("cast", given, x.device, THREADS, shared_bytes=0)
     launch(down * -(-n // LINES), x, q, qt, partial, slot.scale, slot.amax, m, n)
-    return partial
+    return q, qt, partial

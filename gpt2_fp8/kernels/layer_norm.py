@@ -2,9 +2,8 @@
 
 Its backward is fused with the addition of the residual stream's gradient and the quantization of the sum.
 
-There are two implementations. CUDA C++ (`cuda/layer_norm_*.cu`) keeps whole rows in a multiprocessor: the input is read
-from memory once, and the transposed layout is written in runs of as many bytes as there is room for. It is used if rows
-are short enough and it can be compiled; otherwise `layer_norm_tiles` is. Their results differ by the order of sums.
+The kernels in CUDA C++ (`cuda/layer_norm_*.cu`) keep whole rows in a multiprocessor: the input is read from memory
+once, and the transposed layout is written in runs of as many bytes as there is room for.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2_fp8.kernels import layer_norm_tiles, nvrtc
+from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair
 from gpt2_fp8.kernels.formats import Slot
-from gpt2_fp8.kernels.nvrtc import SHARED_BYTES, WIDEST_COLUMNS
+from gpt2_fp8.kernels.nvrtc import SHARED_BYTES
 
 MOST_STAGES = 6
+TWO_BLOCKS = 2048  # columns of the widest rows of which a multiprocessor has two blocks in a forward
 
 
 class Statistics(NamedTuple):
@@ -43,25 +43,20 @@ class LayerNormGradient(NamedTuple):
     sums: Tensor
 
 
-def keeps_rows(n: int) -> bool:
-    """Return whether the kernel that keeps whole rows can normalise those of `n` columns."""
-    return n <= WIDEST_COLUMNS and nvrtc.why_missing() is None
-
-
 def layer_norm_cast(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool = True
 ) -> tuple[Tensor, Tensor, Statistics]:
     """Normalise the rows of x and quantize them with the slot's scale to FP8 [M, N] and its transpose [N, M].
 
-    x: bfloat16 [M, N]; weight and bias: float32 [N]; M and N are multiples of 16. The transpose is empty unless `both`.
-    The third result is what the backward needs.
+    x: bfloat16 [M, N]; weight and bias: float32 [N]; M and N are multiples of 16, and N is at most 4,096. The transpose
+    is empty unless `both`. The third result is what the backward needs.
     """
     assert x.is_contiguous()
     m, n = x.shape
+    assert m % 16 == n % 16 == 0, (m, n)
     q, qt = empty_pair(m, n, slot.dtype, x.device, both)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
-    forward = _forward if keeps_rows(n) else layer_norm_tiles.forward
-    forward(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
+    _forward(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
     return q, qt, Statistics(mean, rstd)
 
 
@@ -70,7 +65,7 @@ def layer_norm_transposed(
 ) -> Tensor:
     """Normalise the rows of x, multiply each by its factor, and quantize them to FP8, transposed: [N, M].
 
-    factors: float32 [M], at most 1 if nothing shall saturate. Only for rows that it `keeps_rows` of.
+    factors: float32 [M], at most 1 if nothing shall saturate.
     """
     assert x.is_contiguous()
     assert (factors.dtype, factors.shape) == (torch.float32, x.shape[:1]), (factors.dtype, factors.shape)
@@ -92,8 +87,7 @@ def layer_norm_backward(
         q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
     else:
         q, qt = empty_pair(m, n, slot.dtype, x.device)
-    backward = _backward if keeps_rows(n) else layer_norm_tiles.backward
-    return LayerNormGradient(dx, q, qt, backward(dy, x, *statistics, weight, residual, slot, (dx, q, qt)))
+    return LayerNormGradient(dx, q, qt, _backward(dy, x, *statistics, weight, residual, slot, (dx, q, qt)))
 
 
 class _Shape(NamedTuple):
@@ -124,25 +118,26 @@ def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | 
 
 @cache
 def _forward_shape(n: int, m: int, processors: int) -> _Shape:
-    """Choose a forward's shape: two blocks of eight rows, with the larger tile that fits.
+    """Choose a forward's shape: two blocks of eight rows, or one of four if two had too few registers.
 
-    Measured on an H200 at 768, 1,280 and 1,600 columns. The larger tile is better even if it leaves room for only one
-    piece: the other block computes meanwhile.
+    It has the larger tile that fits. Measured on an H200 at 768, 1,280 and 1,600 columns: that is better even if it
+    leaves room for only one piece, since the other block computes meanwhile.
     """
-    wanted = _tile(m, processors, 64)
-    found = (_shape(n, 1, 8, 2, tile) for tile in (64, 32, 16) if tile <= wanted)
-    return next(shape for shape in found if shape)
+    wanted, (rows, blocks) = _tile(m, processors, 64), (8, 2) if n <= TWO_BLOCKS else (4, 1)
+    found = (_shape(n, 1, rows, blocks, tile) for tile in (64, 32, 16) if tile <= wanted)
+    return next(shape for shape in found if shape and shape.blocks * shape.stages > 1)
 
 
 @cache
 def _backward_shape(n: int, m: int, processors: int, tensors: int) -> _Shape:
     """Choose a backward's shape: one block of four rows, with many stages for short rows and long runs for others.
 
-    Measured as in `_forward_shape`.
+    Measured as in `_forward_shape`. The widest rows of three tensors leave room for one stage.
     """
     wanted = _tile(m, processors, 32 if n <= 1024 else 128)
-    found = (_shape(n, tensors, 4, 1, tile) for tile in (128, 64, 32, 16) if tile <= wanted)
-    return next(shape for shape in found if shape and shape.stages > 1)
+    found = [_shape(n, tensors, 4, 1, tile) for tile in (128, 64, 32, 16) if tile <= wanted]
+    fit = [shape for shape in found if shape]
+    return next((shape for shape in fit if shape.stages > 1), fit[0])
 
 
 def _tile(m: int, processors: int, most: int) -> int:

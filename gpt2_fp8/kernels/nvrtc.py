@@ -19,15 +19,14 @@ from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cuda")
 SHARED_BYTES = 228 * 1024  # of a multiprocessor on Hopper; the system takes 1 KiB for each block
-WIDEST_COLUMNS = 2048  # of `layer_norm`'s rows: at 4,096, where few fit at once, it was slower than `layer_norm_tiles`
 
 
 @cache
 def why_missing() -> str | None:
     """Return why kernels in CUDA C++ cannot run on the current device; None if they can.
 
-    Callers then use a kernel in Triton. The answer never changes in a process, since other kernels round differently. A
-    failure may be temporary, because ranks that start together share the cache on disk. So it is tried twice.
+    The answer never changes in a process, since other layers round differently. A failure may be temporary, because
+    ranks that start together share the cache on disk. So it is tried twice.
     """
     return _probe() and _probe()
 

@@ -1,6 +1,6 @@
 """FP8 GEMMs with an epilogue, in CUDA C++: which shapes have one, and how its kernel is called.
 
-The result of a GEMM passes through more arithmetic while it is still in registers (here GELU; `softmax_cast`,
+The result of a GEMM passes through more arithmetic while it is still in registers (here GELU;
 `probabilities`). A separate kernel would write and read the result once more. Here a block keeps a slab of the second
 operand in shared memory, so the inner dimension must be short. Sums stay in the tensor cores, as with
 `fast_accumulate` of `kernels.gemm`.
@@ -33,7 +33,7 @@ _TILE |= {"CODES": CODES, "CODE_OF_ZERO": CODE_OF_ZERO}
 
 # A head without logits (`probabilities`)
 STAGED = ROWS * COLUMNS  # bytes of a tile whose transpose waits in shared memory, for each warp group
-FEWEST_STAGED = 3  # stages; with three it is as fast as a head with logits with four
+FEWEST_STAGED = 3  # stages: what 1,024 channels leave room for
 FEWEST_ROWS = 16384  # of a micro-batch; in smaller ones the rows' references cost more than the logits
 
 
@@ -86,9 +86,7 @@ def why_logits(rows: int, n: int, k: int) -> str | None:
 def fits(a: Tensor, b: Tensor, staged: int = 0) -> bool:
     """Return whether these kernels can compute a b^T: see `why_no_product`."""
     (m, k), n = a.shape, b.shape[0]
-    if why_no_product(m, n, k, staged):
-        return False
-    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.why_missing() is None
+    return why_no_product(m, n, k, staged) is None
 
 
 def tensor_map(a: Tensor) -> Any:

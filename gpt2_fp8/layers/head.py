@@ -2,7 +2,7 @@
 
 The rows of a micro-batch go through it in chunks of `CHUNK_ROWS`, from input to losses and gradients, in two ways:
 
-- With logits: the GEMM writes logits, and a second kernel reads them and writes their gradient in FP8.
+- With logits: the GEMM writes logits. Two kernels read them: for the losses, and for the logits' gradient in FP8.
 - Without: the GEMM writes that gradient itself. A row's sum of exponentials is known only afterwards, so its numbers
   are relative to a reference (`kernels.probabilities`). The few rows that are too far from theirs are a chunk of logits
   at the end, up to `ROOM` of each chunk. With more of them numbers in the gradient have saturated: the loss is NaN
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.kernels import nvrtc, product
+from gpt2_fp8.kernels import product
 from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
 from gpt2_fp8.kernels.embedding import embedding_gradient
@@ -36,7 +36,7 @@ from gpt2_fp8.kernels.probabilities import (
     probability_rows,
     product_probabilities,
 )
-from gpt2_fp8.kernels.softmax_cast import log_sums, product_logits, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.kernels.softmax_cast import log_sums, softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear
@@ -70,7 +70,7 @@ class Head(LayerNormLinear):
 
         Without logits it is that of a row whose reference is exact; others have a larger one.
         """
-        has_logits = nvrtc.why_missing() is not None or product.why_logits(rows, *self.weight.shape)
+        has_logits = product.why_logits(rows, *self.weight.shape)
         return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
 
     def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:
@@ -166,8 +166,9 @@ def _train_with_logits(chunk: Chunk, gradients: _Gradients) -> _Known:
     """Compute a chunk's losses, and add its share to `gradients`. Its logits are freed here."""
     head, x, targets, vocab_size, rows = chunk
     y8, y8t, statistics = layer_norm_cast(*head.normalisation(x))
-    logits, losses, exponents = _compute_logits(chunk, y8)
     z_loss, linear = gradients.z_loss, head.linear
+    logits = linear(y8)
+    losses, exponents = softmax_statistics(logits, targets, vocab_size)
     g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, z_loss)
     scale_inv, of_weight = gradients.scale_inv(2.0**LOGITS_EXPONENT), linear.slot("weight").scale_inv
     dy, at_targets = target_rows(
@@ -184,19 +185,10 @@ def _train_with_logits(chunk: Chunk, gradients: _Gradients) -> _Known:
     return _Known(losses, log_sums(exponents) if z_loss else None)
 
 
-def _compute_logits(chunk: Chunk, y8: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logits, bfloat16 [m, N], and their losses and exponents: see `softmax_statistics`."""
-    linear = chunk.head.linear
-    if product.fits(y8, linear.w8):
-        return product_logits(linear.operands(y8), chunk.targets, chunk.vocab_size)
-    logits = linear(y8)
-    return logits, *softmax_statistics(logits, chunk.targets, chunk.vocab_size)
-
-
 def fit_without_logits(chunks: Sequence[Chunk]) -> bool:
     """Return whether a micro-batch's rows can be, and are worth, chunks of probabilities: see `product.why_logits`.
 
-    The kernel must fit each chunk, a shorter last one too, and be there on this device.
+    The kernel must fit each chunk, a shorter last one too.
     """
     rows, w8 = sum(len(chunk.x) for chunk in chunks), chunks[0].head.linear.w8
     if product.why_logits(rows, *w8.shape):

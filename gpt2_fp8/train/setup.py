@@ -163,7 +163,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     layers = [
         words if part == "layers" else f"{part} {words}" for part, words in plan.backend.kernels(vocab_size).items()
     ]
-    layers += [f"slower than it could be: {', '.join(slower)}"] if slower else []
+    layers += [f"slower than it could be: {slower}"] if slower else []
     log.log(logging.WARNING if slower else logging.INFO, "layers     %s", "; ".join(layers))
     state = optimizer_bytes(config.optimizer, model, padded) / parameters
     averaged = "" if config.optim.ema_decay is None else "; validations, samples and exports take the EMA of weights"

@@ -56,6 +56,7 @@ def gpu(monkeypatch, capability, name):
         resolving, "why_not_recipe", lambda name: "it needs compute capability 10.0" if name == "mxfp8" else None
     )
     monkeypatch.setattr(backends, "why_no_transformer_engine", lambda: None)
+    monkeypatch.setattr(backends.nvrtc, "why_missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
@@ -146,12 +147,39 @@ def test_layers_on_hopper(config, precision, asked, recipe, dropout, expected):
 @pytest.mark.parametrize(("capability", "name"), [((8, 9), "NVIDIA L40S"), ((10, 0), "NVIDIA B200")])
 def test_other_generations_have_transformer_engines_layers(config, monkeypatch, capability, name):
     gpu(monkeypatch, capability, name)
-    assert resolve(config(), "cuda").backend.name == "te"
+    chosen = resolve(config(), "cuda").backend
+    assert chosen.name == "te"
+    said = f"not the fused ones: their kernels are made for Hopper, and this is {name}"
+    assert said in chosen.kernels(50257)["layers"]
     problem = refusal(config(backend="fused"))
     assert problem.cause.startswith("precision.backend=fused cannot run here: ")
     assert "made for Hopper" in problem.cause
     assert name in problem.cause
     assert problem.remedy == "precision.backend=auto"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_without_cuda_core_there_are_no_fused_layers_and_the_log_says_so(config, monkeypatch):
+    monkeypatch.setattr(backends.nvrtc, "why_missing", lambda: "cuda-core is not installed")
+    problem = refusal(config(backend="fused"))
+    assert problem.cause == "precision.backend=fused cannot run here: cuda-core is not installed"
+    assert problem.remedy == "precision.backend=auto"
+    chosen = resolve(config(), "cuda").backend
+    assert chosen.name == "te"
+    assert chosen.kernels(50257)["layers"] == "Transformer Engine, not the fused ones: cuda-core is not installed"
+    fast = refusal(config(fast=True))
+    assert "the fused layers' own, and they cannot run here: cuda-core is not installed" in fast.cause
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("n_embd", "expected"), [(4096, "fused"), (4608, "te")])
+def test_rows_wider_than_a_block_of_threads_takes_are_transformer_engines(config, n_embd, expected):
+    run = config()
+    backend = resolve(replace(run, model=replace(run.model, n_embd=n_embd, n_head=32)), "cuda").backend
+    assert backend.name == expected
+    if expected == "te":
+        said = "not the fused ones: they normalise at most 4,096 channels, and this is model.n_embd=4608"
+        assert said in backend.kernels(50257)["layers"]
 
 
 OPTIONS = {

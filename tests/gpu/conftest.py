@@ -10,7 +10,6 @@ import torch
 
 from gpt2_fp8.fp8.support import why_not_te_fp8
 from gpt2_fp8.kernels import nvrtc
-from tests.gpu import kernels
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
 _GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
@@ -28,13 +27,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
         elif item.get_closest_marker("fp8") and no_fp8:
             item.add_marker(pytest.mark.skip(reason=no_fp8))
-
-
-@pytest.fixture(params=["cuda", "triton"])
-def implementation(request, monkeypatch):
-    """A test of this is of both implementations of the kernels that have two."""
-    kernels.use(request.param, monkeypatch)
-    return request.param
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, n
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
 from gpt2_fp8.kernels.product import Operands, fits, product_gelu, product_gelu_backward
-from gpt2_fp8.kernels.softmax_cast import product_logits, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.kernels.softmax_cast import softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
 
@@ -42,7 +42,7 @@ def targets(rows: int, vocab_size: int) -> torch.Tensor:
 
 
 def casts() -> None:
-    for shape in [(16, 16), (20, 24), (144, 272), (272, 160)]:
+    for shape in [(16, 16), (144, 272), (272, 160)]:
         cast.cast_transpose(values(*shape, dtype=torch.float32), slot(E4M3))
         for dtype in FORMATS:
             _, _, partial = cast.cast_transpose(values(*shape), slot(dtype), sums=True)
@@ -50,11 +50,10 @@ def casts() -> None:
 
 
 def norms() -> None:
-    for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064)]:
+    for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064), (80, 4096)]:
         x, weight, bias = values(m, n), values(n, dtype=torch.float32), values(n, dtype=torch.float32)
         layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E5M2), both=False)
-        if nvrtc.why_missing() is None and n <= 2048:
-            layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slot(E4M3), values(m, dtype=torch.float32))
+        layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slot(E4M3), values(m, dtype=torch.float32))
         _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E4M3))
         for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
             layer_norm.layer_norm_backward(values(m, n), x, statistics, weight, residual, given)
@@ -87,8 +86,6 @@ def products() -> None:
         for dtype in FORMATS:
             operands = Operands(of_a[dtype], b, *scales)
             product_gelu_backward(operands, slopes, slot(dtype))
-        for vocab_size in (n, n - 84):
-            product_logits(forward, targets(m, vocab_size), vocab_size)
 
 
 def heads() -> None:
@@ -142,11 +139,9 @@ def run(*calls) -> None:
 def main() -> None:
     if reason := nvrtc.why_missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
-    run(casts, norms, softmaxes, products, heads, weight_gradients)
-    present, nvrtc.processors = nvrtc.processors, lambda device: 2  # blocks with many tiles each
+    run(casts, norms, softmaxes, gelus, entropies, embeddings, products, heads, weight_gradients)
+    nvrtc.processors = lambda device: 2  # blocks with many tiles each
     run(norms, products, heads, weight_gradients)
-    nvrtc.processors, nvrtc.why_missing = present, lambda: "hidden: what Triton has in its place is called"
-    run(casts, norms, softmaxes, gelus, entropies, embeddings)
     print(DONE, flush=True)
 
 

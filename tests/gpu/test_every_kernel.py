@@ -6,34 +6,31 @@ import torch
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.product import Operands, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
-from tests.gpu import kernels, test_embedding, test_gemm, test_product_logits, test_softmax_cast, test_weight_gradient
+from tests.gpu import (
+    kernels,
+    test_embedding,
+    test_gemm,
+    test_product_probabilities,
+    test_softmax_cast,
+    test_weight_gradient,
+)
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, bits, normal, slot_of
 
-pytestmark = pytest.mark.fp8
+pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 
-BOTH = ["cast", "layer_norm_forward", "layer_norm_backward"]
-HOPPER = ["product_gelu", "product_gelu_backward", "product_logits", "product_probabilities", "weight_gradient"]
-CASES = [(name, how, dtype) for name in BOTH for how in ("cuda", "triton") for dtype in FORMATS]
-CASES += [(name, "triton", dtype) for name in ("gelu_forward", "gelu_backward") for dtype in FORMATS]
-CASES += [("product_gelu", "cuda", E4M3), ("product_gelu_backward", "cuda", E5M2)]
-# those without a slot
-CASES += [("softmax", "cuda", None), ("softmax", "triton", None), ("gemm", None, None)]
-CASES += [("embedding of 2 x 160", None, None), ("embedding of 5 x 1024", None, None)]  # torch sorts them in two ways
-CASES += [(name, "cuda", None) for name in HOPPER[2:]]
-every = pytest.mark.parametrize(("name", "how", "dtype"), CASES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _implementation(how, name, monkeypatch, request):
-    if how:
-        kernels.use(how, monkeypatch)
-    if name in HOPPER:
-        request.getfixturevalue("hopper_kernels")
+PRODUCTS = ["product_gelu", "product_gelu_backward", "product_probabilities", "weight_gradient"]
+SLOTTED = ["cast", "layer_norm_forward", "layer_norm_backward", "gelu_forward", "gelu_backward"]
+CASES = [(name, dtype) for name in SLOTTED for dtype in FORMATS]
+CASES += [("product_gelu", E4M3), ("product_gelu_backward", E5M2)]
+# torch sorts the ids of the two embeddings in two ways
+WITHOUT_SLOT = [*PRODUCTS[2:], "softmax", "gemm", "embedding of 2 x 160", "embedding of 5 x 1024"]
+CASES += [(name, None) for name in WITHOUT_SLOT]
+every = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 
 
 def made(name, seed=0):
     """The inputs of a kernel, and its call: of them and a slot."""
-    if name in HOPPER or name == "gemm":
+    if name in PRODUCTS or name == "gemm":
         return of_products(name, seed)
     if name.startswith("embedding"):
         return of_embedding(*map(int, name.split()[2::2]), seed)
@@ -65,11 +62,11 @@ def of_products(name, seed):
     if name == "weight_gradient":
         a, bt, *units = test_weight_gradient.normal(test_weight_gradient.SMALL, (E5M2, E4M3), seed)
         return [a, bt], lambda a, bt, slot: twice(640, 384, weight_gradient, a, bt, *units)
-    m, n, k = (192, 384, 256) if name in HOPPER[2:] else (448, 3072, 768)
+    m, n, k = (192, 384, 256) if name == "product_probabilities" else (448, 3072, 768)
     a, b, _, *units = test_gemm.operands(m, n, k, (E5M2 if name.endswith("backward") else E4M3, E4M3), seed=seed)
     bias, references = normal(n, seed=seed), torch.zeros(m, device=DEVICE)
     slopes = torch.randint(0, 255, (m, n), generator=torch.Generator().manual_seed(seed)).to(DEVICE).byte()
-    targets = test_product_logits.targets_of(m, 300).roll(seed)
+    targets = test_product_probabilities.targets_of(m, 300).roll(seed)
 
     def probabilities(of, targets, slot):  # without the targets' logits, which rows without a target have not
         return kernels.product_probabilities(of, references, targets, 300)[:3]
@@ -78,7 +75,6 @@ def of_products(name, seed):
         "gemm": ([], lambda of, slot: twice(m, n, matmul, *of)),
         "product_gelu": ([bias], lambda of, bias, slot: product_gelu(of, bias, slot)),
         "product_gelu_backward": ([slopes], lambda of, slopes, slot: product_gelu_backward(of, slopes, slot)),
-        "product_logits": ([targets], lambda of, targets, slot: kernels.product_logits(of, targets, 300)),
         "product_probabilities": ([targets], probabilities),
     }[name]
     return [a, b, *more], lambda a, b, *given: call(Operands(a, b, *units), *given)
@@ -108,7 +104,7 @@ def of_embedding(batch, tokens, seed):
 
 
 @every
-def test_it_repeats_leaves_its_inputs_and_raises_its_amax(name, how, dtype):
+def test_it_repeats_leaves_its_inputs_and_raises_its_amax(name, dtype):
     inputs, call = made(name)
     before = [tensor.clone() for tensor in inputs]
     slots = [slot_of(dtype or E4M3, amax=amax) for amax in (0.0, 1e-6, 1e6)]
@@ -122,7 +118,7 @@ def test_it_repeats_leaves_its_inputs_and_raises_its_amax(name, how, dtype):
 
 
 @every
-def test_a_graphs_replay_and_another_stream_give_the_same(name, how, dtype):
+def test_a_graphs_replay_and_another_stream_give_the_same(name, dtype):
     dtype = dtype or E4M3
     inputs, call = made(name)
     slot, stream = slot_of(dtype, 8.0), torch.cuda.Stream()

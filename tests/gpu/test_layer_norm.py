@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from tests.gpu import kernels
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, LARGEST, assert_transposed, column_sums, normal, slot_of
 
-pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("implementation")]  # too wide rows are Triton's twice
+pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 layer_norm_backward, layer_norm_cast = kernels.layer_norm_backward, kernels.layer_norm_cast
 
 SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
 # more rows to a program, a last tile of fewer
 SHAPES += [(8208, 144), (16432, 144), (16912, 1280), (16912, 1600), (48, 2048), (16912, 2048)]
+# one block of four rows in a forward, and a backward of one stage; with larger tiles and smaller ones
+SHAPES += [(8464, 2064), (48, 2304), (16912, 2304), (16912, 3072), (16, 4096), (80, 4096), (8464, 4096)]
 EPSILON = 1e-5
 
 
@@ -31,11 +33,6 @@ def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
     torch.testing.assert_close(statistics.rstd.double(), (variance + EPSILON).rsqrt(), rtol=rstd_rtol, atol=0)
 
 
-@pytest.mark.parametrize(("n", "rows"), [(16, True), (2048, True), (2064, False)])
-def test_which_implementation(n, rows, implementation):
-    assert kernels.keeps_rows(n) == (rows and implementation == "cuda")
-
-
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale", kernels.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,15 +45,16 @@ def test_forward(shape, scale, dtype):
     assert_statistics(statistics, x, 1e-6, 1e-5)
 
 
-def test_one_layout_is_the_first_of_both():
-    x = normal(80, 144)
-    q, _, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(E4M3))
-    alone, empty, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(E4M3), both=False)
+@pytest.mark.parametrize("n", [144, 4096])
+def test_one_layout_is_the_first_of_both(n):
+    x = normal(80, n)
+    q, _, _ = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3))
+    alone, empty, _ = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3), both=False)
     assert torch.equal(alone.view(torch.uint8), q.view(torch.uint8))
     assert empty.numel() == 0
 
 
-@pytest.mark.parametrize("n", [48, 144, 768, 1600])
+@pytest.mark.parametrize("n", [48, 144, 768, 1600, 4096])
 def test_a_large_mean_costs_no_precision(n):
     """Mean 1,002, deviation 1, which bfloat16 rounds to 1,000 or 1,004: where float32 takes the squared mean from the
     mean of squares, the variance is percents off."""
@@ -161,7 +159,7 @@ def test_backward_saturates(dtype):
 
 
 def test_more_elements_than_int32_counts():
-    """The widest rows that both implementations take. A slice has as many rows as change nothing in a sum's order."""
+    """A slice has as many rows as change nothing in a sum's order."""
     kernels.need(50)
     m, n, step = 1048640, 2048, 262160
     assert m * n > 2**31

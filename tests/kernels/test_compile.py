@@ -7,7 +7,6 @@ other.
 import re
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ pytestmark = pytest.mark.slow
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = 16384
 SPILLED = {"weight_gradient": 4}  # bytes, stored before its loop and read after it
+SPILLED_AT_4096 = {"layer_norm_backward": 76}  # of which a block's 1,024 threads have 64 registers each
 
 
 @pytest.fixture
@@ -31,17 +31,15 @@ def asked(monkeypatch):
         return lambda *launched: None
 
     monkeypatch.setattr(nvrtc, "kernel", kernel)
-    monkeypatch.setattr(nvrtc, "why_missing", lambda: None)
     monkeypatch.setattr(nvrtc, "processors", lambda device: 132)
     monkeypatch.setattr(nvrtc, "tensor_map", lambda tensor, box: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return found
 
 
-def call_all(monkeypatch):
+def call_all():
     from gpt2_fp8.kernels import cast, layer_norm, probabilities, softmax_cast
 
-    monkeypatch.setattr(softmax_cast, "_combine", MagicMock())  # in Triton
     one = torch.ones(1)
     slots = [Slot(one, one, one.clone(), dtype) for dtype in (E4M3, E5M2)]
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype)  # noqa: E731
@@ -51,7 +49,7 @@ def call_all(monkeypatch):
     for dtype in (torch.bfloat16, torch.float32):
         for slot in slots:
             cast.cast_transpose(empty(ROWS, 768, dtype=dtype), slot, sums=dtype == torch.bfloat16)
-    for n in (768, 1024, 1280, 1600):
+    for n in (768, 1024, 1280, 1600, 3072, 4096):
         x, weight = empty(ROWS, n), empty(n, dtype=torch.float32)
         _, _, statistics = layer_norm.layer_norm_cast(x, weight, weight, 1e-5, slots[0])
         for residual in (None, x):
@@ -62,7 +60,6 @@ def call_all(monkeypatch):
         codes = product.product_gelu(operands, empty(4 * k), slots[0]).slopes
         back = product.Operands(a.view(E5M2), b, one, one)
         product.product_gelu_backward(back, codes, slots[1])
-        softmax_cast.product_logits(operands, targets, 4 * k)
         probabilities.product_probabilities(operands, empty(ROWS, dtype=torch.float32), targets, 4 * k)
     for left, right, shape in ((E5M2, E4M3, (3072, 768)), (E4M3, E5M2, (768, 3072))):
         given = empty(ROWS, 3072, dtype=left), empty(768, ROWS, dtype=right), empty(*shape, dtype=torch.float32)
@@ -79,15 +76,16 @@ def compile_one(name, constants):
     return log.getvalue()
 
 
-def test_no_kernel_spills_and_no_matrix_instruction_waits_for_another(asked, monkeypatch):
+def test_no_kernel_spills_and_no_matrix_instruction_waits_for_another(asked):
     pytest.importorskip("triton")
     pytest.importorskip("cuda.core")
-    call_all(monkeypatch)
+    call_all()
     assert {name for name, _ in asked} == {file.stem for file in nvrtc.SOURCES.glob("*.cu")}
     with ThreadPoolExecutor(2) as pool:
         logs = pool.map(lambda case: compile_one(*case), asked)
     for (name, constants), log in zip(asked, logs, strict=True):
         spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
         assert spilled, "ptxas says so of every kernel"
-        assert max(spilled) <= SPILLED.get(name, 0), (name, constants, log)
+        known = SPILLED_AT_4096 if ("N", 4096) in constants else SPILLED
+        assert max(spilled) <= known.get(name, 0), (name, constants, log)
         assert "C75" not in log, (name, constants, log)  # ptxas's warnings of serialised matrix instructions

@@ -11,7 +11,7 @@ import torch
 from gpt2_fp8.kernels import nvrtc, product
 
 BLOCK_BYTES = 227 * 1024  # of shared memory, at most
-KERNELS = ["product_gelu", "product_gelu_backward", "product_logits", "product_probabilities"]
+KERNELS = ["product_gelu", "product_gelu_backward", "product_probabilities"]
 
 
 def memory_bytes(k, stages, staged=0):
@@ -53,14 +53,10 @@ def test_shared_memory(k, staged):
     + [((m, 128, 128), False) for m in (16, 96)]
     + [((128, n, 128), False) for n in (64, 192)],
 )
-def test_what_fits(shape, expected, monkeypatch):
+def test_what_fits(shape, expected):
     m, n, k = shape
     a, b = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (m, n))
-    monkeypatch.setattr(nvrtc, "why_missing", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert product.fits(a, b) is expected
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not product.fits(a, b)
 
 
 def test_parts_are_counted_right():
