@@ -12,7 +12,8 @@ from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.fp8.backends import Emulated, Fused, Reference, Torchao, TransformerEngine
 from gpt2_fp8.fp8.base import Backend, Device, Ran, compiles_plain
-from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
+from gpt2_fp8.fp8.support import why_no_fp8_units, why_no_hopper, why_no_torchao, why_not_recipe, why_not_te_fp8
+from gpt2_fp8.kernels import nvrtc
 
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (Fused, TransformerEngine, Torchao, Reference, Emulated)
@@ -74,7 +75,11 @@ class Plan:
 
     def slower(self) -> str | None:
         """Return what is broken on this machine, so that slower kernels do its work."""
-        return self.backend.slower() if isinstance(self.backend, Fused) else None
+        if isinstance(self.backend, Fused):
+            return self.backend.slower()
+        config = self.backend.config
+        is_second_choice = self.fp8 and config.precision.backend == "auto" and not backend_support.why_not_fused(config)
+        return nvrtc.why_missing() if is_second_choice and not why_no_hopper() else None
 
     @property
     def recipe(self) -> str | None:

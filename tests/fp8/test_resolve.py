@@ -164,9 +164,11 @@ def test_without_cuda_core_there_are_no_fused_layers_and_the_log_says_so(config,
     problem = refusal(config(backend="fused"))
     assert problem.cause == "precision.backend=fused cannot run here: cuda-core is not installed"
     assert problem.remedy == "precision.backend=auto"
-    chosen = resolve(config(), "cuda").backend
-    assert chosen.name == "te"
-    assert chosen.kernels(50257)["layers"] == "Transformer Engine, not the fused ones: cuda-core is not installed"
+    plan = resolve(config(), "cuda")
+    layers = plan.backend.kernels(50257)["layers"]
+    assert layers == "Transformer Engine, not the fused ones: cuda-core is not installed"
+    assert plan.slower() == "cuda-core is not installed", "the line is a warning: this can be mended"
+    assert resolve(config(backend="te"), "cuda").slower() is None
     fast = refusal(config(fast=True))
     assert "the fused layers' own, and they cannot run here: cuda-core is not installed" in fast.cause
 
