@@ -30,6 +30,11 @@ class Turns(NamedTuple):
     cos: Tensor  # float32
     sin: Tensor
 
+    @classmethod
+    def of(cls, angle: Tensor) -> Turns:
+        """Compute the cosines and sines of `reference.angles`, once for all blocks."""
+        return cls(angle, angle.cos().float(), angle.sin().float())
+
 
 Norms = tuple[Tensor, ...]  # the weights of QK-norm for queries and for keys, float32 [size]; none without it
 
