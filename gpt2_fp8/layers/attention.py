@@ -138,7 +138,8 @@ class _Prepare(torch.autograd.Function):
             from gpt2_fp8.kernels.cast import reduce_columns
             from gpt2_fp8.kernels.rotary import prepare_heads_backward
 
-            sums = prepare_heads_backward(*upstream[:2], packed, gradient, turns, tuple(norms), epsilon)
+            dq, dk, _ = upstream
+            sums = prepare_heads_backward(dq, dk, packed, gradient, turns, tuple(norms), epsilon)
             if norms:
                 reduce_columns(sums.flatten(1), of_norms.view(-1), add=False)
         return gradient, None, None, None, *of_norms
