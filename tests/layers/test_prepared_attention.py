@@ -12,6 +12,7 @@ import torch
 from gpt2_fp8.config.block_spec import Heads, RoPE
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.reference import angles
+from gpt2_fp8.model.parameters import parameters
 from tests.common import CONFIG
 from tests.layers.standins import SCALING, families
 
@@ -87,9 +88,9 @@ def test_it_is_the_reference_layers(module, kernel, rope, qk_norm, tokens):
     torch.manual_seed(0)
     heads = Heads(3, 3, 8, qk_norm)
     layers = [of(heads, 0.0, EPSILON).double() for of in (getattr(module, kernel), reference.Attention)]
-    for parameters in zip(*(layer.parameters() for layer in layers), strict=True):
+    for pair in zip(*(layer.parameters() for layer in layers), strict=True):
         values = torch.randn(8)
-        for parameter in parameters:
+        for parameter in pair:
             parameter.data.copy_(values)
     from gpt2_fp8.kernels.rotary import Turns
 
@@ -131,8 +132,14 @@ def test_blocks_are_given_what_their_family_makes_of_the_angles():
         from gpt2_fp8.layers.fused import Fused
         from gpt2_fp8.model.gpt2 import GPT2
 
-        config = replace(CONFIG, n_layer=3, n_embd=32, n_head=2, positions="rope", norm="rms_norm", tied_head=False)
+        config = replace(
+            CONFIG, n_layer=3, n_embd=32, n_head=2, positions="rope", norm="rms_norm", qk_norm=True, bias=False,
+            tied_head=False,
+        )  # fmt: skip
         model = GPT2(config, 64, Fused(SCALING, recompute="none"), keep_bf16=["first"])
+        assert {name: p.shape for name, p in model.named_parameters()} == {
+            p.name: p.shape for p in parameters(config, 64)
+        }
         model._embed = lambda ids, tokens, positions: tokens[ids]
         given = []
         for block in model.blocks:
