@@ -8,6 +8,7 @@ from gpt2_fp8.kernels.product import Operands, product_gelu, product_gelu_backwa
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from tests.gpu import kernels, test_embedding, test_gemm, test_product_logits, test_softmax_cast, test_weight_gradient
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, bits, normal, slot_of
+from tests.kernels.rotary_cases import Case
 
 pytestmark = pytest.mark.fp8
 
@@ -19,6 +20,7 @@ CASES += [("product_gelu", "cuda", E4M3), ("product_gelu_backward", "cuda", E5M2
 # those without a slot
 CASES += [("softmax", "cuda", None), ("softmax", "triton", None), ("gemm", None, None)]
 CASES += [("embedding of 2 x 160", None, None), ("embedding of 5 x 1024", None, None)]  # torch sorts them in two ways
+CASES += [("heads of 64", None, None), ("heads of 80", None, None)]
 CASES += [(name, "cuda", None) for name in HOPPER[2:]]
 every = pytest.mark.parametrize(("name", "how", "dtype"), CASES, ids=str)
 
@@ -37,6 +39,8 @@ def made(name, seed=0):
         return of_products(name, seed)
     if name.startswith("embedding"):
         return of_embedding(*map(int, name.split()[2::2]), seed)
+    if name.startswith("heads"):
+        return of_heads(int(name.split()[2]), seed)
     x, dy, residual = (normal(272, 768, seed=3 * seed + i) for i in range(3))
     weight, bias = normal(768, seed=7, dtype=torch.float32), normal(768, seed=8, dtype=torch.float32)
     other = slot_of(E4M3)  # made here: a graph cannot record that
@@ -105,6 +109,19 @@ def of_embedding(batch, tokens, seed):
         return [kernels.embed(ids, table, positions), of_table, of_positions]
 
     return [ids, normal(batch, tokens, columns, seed=seed)], call
+
+
+def of_heads(size, seed):
+    """The same of QK-norm and RoPE: forward, and backward where the gradients lie."""
+    case = Case(3, 3, size, True, True, 2, 150, DEVICE, seed)
+    fixed = Case(3, 3, size, True, True, 2, 150, DEVICE).given  # not a graph's inputs
+
+    def call(packed, upstream, slot):
+        gradient = upstream.clone()
+        sums = kernels.prepare_heads_backward(*case.split(gradient)[:2], packed, gradient, *fixed)
+        return [*kernels.prepare_heads(packed, 3, 3, *fixed), gradient, sums]
+
+    return [case.packed, torch.cat(case.upstream, 2).flatten(2)], call
 
 
 @every
