@@ -186,6 +186,7 @@ def test_an_option_that_the_fused_layers_lack_takes_transformer_engine_and_says_
     [
         ({"mlp_width": 640}, ""), ({"norm_epsilon": 1e-6}, ""), ({"n_kv_head": 12, "head_size": 64}, ""),
         ({"head_size": 128}, ""), ({"norm": "rms_norm"}, ""), ({"bias": False}, ""), ({"tied_head": False}, ""),
+        ({"mlp": "relu_squared"}, ""),
         ({"positions": "rope"}, "RoPE"), ({"positions": "rope", "rope_scaling": 8.0}, "RoPE"),
         ({"qk_norm": True}, "QK-norm"), ({"qk_norm": True, "positions": "rope", "bias": False}, "QK-norm and RoPE"),
     ],

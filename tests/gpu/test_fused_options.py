@@ -21,7 +21,14 @@ from tests.runs import assert_same_checkpoint, checkpoint, train, train_until
 pytestmark = [pytest.mark.fp8, hopper]
 
 BANDS = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_positions": 64}
-MODERN = {"norm": "rms_norm", "positions": "rope", "qk_norm": True, "bias": False, "tied_head": False}
+MODERN = {
+    "norm": "rms_norm",
+    "positions": "rope",
+    "qk_norm": True,
+    "bias": False,
+    "tied_head": False,
+    "mlp": "relu_squared",
+}
 OPTIONS = {
     "RMSNorm": {"norm": "rms_norm"},
     "its epsilon": {"norm": "rms_norm", "norm_epsilon": 1e-3},
@@ -30,6 +37,7 @@ OPTIONS = {
     "QK-norm": {"qk_norm": True},
     "an untied head": {"tied_head": False},
     "larger heads": {"head_size": 128},
+    "squared ReLU": {"mlp": "relu_squared"},
     "all": MODERN,
     "all, heads of 128": {**MODERN, "n_head": 2},
     "all, heads of 80": {**MODERN, "head_size": 80},
