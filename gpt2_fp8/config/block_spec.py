@@ -36,7 +36,7 @@ class Option(StrEnum):
 
 GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIONS, Option.BIAS, Option.DROPOUT})
 # here, since a configuration is refused before the layers are imported
-FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}
+FUSED_OPTIONS = frozenset(Option) - {Option.SWIGLU, Option.GROUPED_HEADS, Option.DROPOUT}
 
 ROPE_BASE = 10000.0  # where a configuration names none (Su et al. 2021)
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.block_spec import BlockSpec, block_spec
+from gpt2_fp8.config.block_spec import BlockSpec, Option, block_spec
 from gpt2_fp8.config.kept_layers import every_block, parse_kept
 from gpt2_fp8.config.schema import (
     AttentionKernel,
@@ -256,6 +256,11 @@ class Fused(Backend):
 
     def _attention(self, of_te: bool) -> str:
         """Name the kernels of attention, for people. `of_te`: all blocks are Transformer Engine's."""
+        wanted = block_spec(self.config.model).options()
+        before = " and ".join(option for option in (Option.QK_NORM, Option.ROPE) if option in wanted)
+        return self._own_attention(of_te) + (f", after {before} in Triton" if before and not of_te else "")
+
+    def _own_attention(self, of_te: bool) -> str:
         heads, tokens, _ = self.attention_shape
         if self.config.attention in ("sdpa", "math", "cudnn"):
             return self.torch_attention()

@@ -1,4 +1,4 @@
-"""Token plus position embeddings as bfloat16, and the gradients of both tables from a bfloat16 gradient.
+"""Token embeddings, plus learned positions if any, as bfloat16; the gradients of both tables from a bfloat16 gradient.
 
 The gradient of the token table adds rows with the same id. Atomic additions would add them in a different order each
 time. Here the ids are sorted, so that the positions of one id form a run of neighbours, and every sum has a fixed
@@ -27,13 +27,14 @@ STAGES = 4  # loads of the next tiles run while one is added
 
 
 @triton.jit
-def _embed(ids, tokens, positions, out, M, T, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _embed(ids, tokens, positions, out, M, T, N, LEARNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     token = tl.load(ids + rows, mask=rows < M, other=0).to(tl.int64)
     x = tl.load(tokens + token[:, None] * N + columns[None, :], mask=inside)
-    x += tl.load(positions + (rows % T).to(tl.int64)[:, None] * N + columns[None, :], mask=inside)
+    if LEARNED:
+        x += tl.load(positions + (rows % T).to(tl.int64)[:, None] * N + columns[None, :], mask=inside)
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], x.to(tl.bfloat16), mask=inside)
 
 
@@ -158,19 +159,20 @@ def _sum_batch(
         tl.store(out + at, total, mask=(rows < P)[:, None] & (columns < N)[None, :])
 
 
-def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Compute tokens[ids] + positions[:T], bfloat16 [batch, T, d], rounded once.
+def embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute tokens[ids] + positions[:T], bfloat16 [batch, T, d], rounded once; `positions=None`: without these.
 
     ids: integers [batch, T], all in [0, V); tokens [V, d] and positions [P, d], T <= P, float32.
     """
+    (batch, length), n, learned = ids.shape, tokens.shape[1], positions is not None
+    positions = tokens if positions is None else positions
     assert all(t.is_contiguous() for t in (ids, tokens, positions))
-    (batch, length), n = ids.shape, tokens.shape[1]
-    assert length <= positions.shape[0], (length, positions.shape)
+    assert not learned or length <= positions.shape[0], (length, positions.shape)
     assert positions.shape[1] == n, (tokens.shape, positions.shape)
     m = batch * length
     out = torch.empty(batch, length, n, dtype=torch.bfloat16, device=tokens.device)
     grid = triton.cdiv(m, ROWS), triton.cdiv(n, COLUMNS)
-    _embed[grid](ids, tokens, positions, out, m, length, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    _embed[grid](ids, tokens, positions, out, m, length, n, learned, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return out
 
 

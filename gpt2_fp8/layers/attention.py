@@ -3,6 +3,8 @@
 Measured on an H200 with 64 sequences of 1,024 tokens and 12 heads of 64. Forward: cuDNN 0.30 ms, FlashAttention 0.38
 ms. Backward: FlashAttention 0.79 ms, cuDNN 1.02 ms; FlashAttention also writes the packed gradient, so nothing is
 copied. They may be mixed because both store the same log-sum-exp (natural logarithm) for each row.
+
+QK-norm and RoPE are one kernel before it, and one after its backward (`kernels.rotary`).
 """
 
 from __future__ import annotations
@@ -45,62 +47,135 @@ def why_not_flash(heads: Heads, tokens: int | None = None) -> str | None:
     return why_no_flash() if heads.size in HEAD_SIZES else f"heads of {heads.size}"
 
 
-def attention(heads: Heads, kernel: AttentionKernel = "auto") -> nn.Module:
+def attention(heads: Heads, kernel: AttentionKernel = "auto", epsilon: float = 1e-5) -> nn.Module:
     """Build causal attention over packed queries, keys and values, bfloat16.
 
-    It computes the same as `te.attention` without dropout. `kernel="flash"` is FlashAttention 4's backward with cuDNN's
-    forward, which "auto" takes where it can; "sdpa", "math" and "cudnn" are torch's.
+    It computes the same as `te.attention` without dropout, with `Turns` in the angles' place. `kernel="flash"` is
+    FlashAttention 4's backward with cuDNN's forward, which "auto" takes where it can; "sdpa", "math" and "cudnn" are
+    torch's. `epsilon`: of QK-norm.
     """
     if kernel in ("sdpa", "math", "cudnn"):
-        return reference.attention(heads, dropout=0.0, kernel=kernel)
+        return Attention(heads, 0.0, epsilon, kernel)
     if kernel == "te" or (kernel == "auto" and why_not_flash(heads)):
-        return te.attention(heads, dropout=0.0)
-    return FlashAttention(heads)
+        return TEAttention(heads, 0.0, epsilon)
+    return FlashAttention(heads, 0.0, epsilon)
 
 
-class FlashAttention(nn.Module):
-    """Causal attention: cuDNN's forward and FlashAttention 4's backward.
+class Attention(reference.Attention):
+    """Causal attention whose queries and keys one kernel prepares, with torch's kernels. `angle` of a call: `Turns`."""
 
-    qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries].
+    def prepare(self, qkv: Tensor, angle: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference.Attention`. Values are a part of `qkv`."""
+        norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
+        if angle is None and not norms:
+            return super().prepare(qkv, None)
+        return _Prepare.apply(qkv, self.heads, angle, self.epsilon, *norms)
+
+
+class TEAttention(Attention, te.Attention):
+    """The same with the kernel that Transformer Engine chooses."""
+
+
+class FlashAttention(Attention):
+    """The same with cuDNN's forward and FlashAttention 4's backward.
+
+    qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries]. Sequences of
+    at most `SHORT_TOKENS` tokens go to torch's own kernels.
     """
 
-    def __init__(self, heads: Heads):
-        super().__init__()
-        self.n_head = heads.n_head
+    def forward(self, qkv: Tensor, angle: Any = None, mask: Tensor | None = None) -> Tensor:
+        """Compute attention."""
+        if qkv.shape[1] <= SHORT_TOKENS and angle is None and self.q_norm is None:
+            return reference.causal_attention(qkv, self.heads.n_head)
+        return super().forward(qkv, angle, mask)
 
-    def forward(self, qkv: Tensor) -> Tensor:
-        """Compute attention; sequences of at most `SHORT_TOKENS` tokens go to torch's own kernels."""
-        if qkv.shape[1] <= SHORT_TOKENS:
-            return reference.causal_attention(qkv, self.n_head)
-        return _FlashAttention.apply(qkv, self.n_head)
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """See `reference.Attention`. Its backward does not copy."""
+        return _Prepare.apply(qkv, self.heads, None, self.epsilon)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """See `reference.Attention`; without a mask."""
+        assert mask is None
+        if q.shape[1] <= SHORT_TOKENS:
+            return super().attend(q, k, v, None)
+        return _FlashAttention.apply(q, k, v)
 
 
-def _split(packed: Tensor, n_head: int) -> tuple[Tensor, ...]:
-    """Split [batch, tokens, heads.packed] into three views [batch, tokens, n_head, head size]."""
-    batch, tokens, _ = packed.shape
-    return packed.view(batch, tokens, 3, n_head, -1).unbind(2)
+def _split(packed: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    """Split [batch, tokens, heads.packed] into views [batch, tokens, heads of each, size]."""
+    return packed.unflatten(2, (-1, heads.size)).split([heads.n_head, heads.n_kv_head, heads.n_kv_head], 2)
+
+
+class _Prepare(torch.autograd.Function):
+    """Queries, keys and values from the packed ones: with neither RoPE nor QK-norm, their `_split`.
+
+    Its backward returns one packed gradient: that of which attention's backward gives the parts, if there is one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, heads: Heads, turns: Any, epsilon: float, *norms: Tensor) -> Any:
+        ctx.given, ctx.heads, ctx.prepares = (turns, epsilon), heads, turns is not None or bool(norms)
+        ctx.save_for_backward(packed, *norms)
+        q, k, v = _split(packed, heads)
+        if ctx.prepares:
+            from gpt2_fp8.kernels.rotary import prepare_heads  # imports Triton
+
+            q, k = prepare_heads(packed, heads.n_head, heads.n_kv_head, turns, norms, epsilon)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (packed, *norms), (turns, epsilon) = ctx.saved_tensors, ctx.given
+        gradient = _whole(packed, ctx.heads, upstream)
+        if gradient is None:
+            gradient = torch.empty_like(packed)
+            first = 2 if ctx.prepares else 0  # the kernel writes those of queries and keys
+            for into, part in zip(_split(gradient, ctx.heads)[first:], upstream[first:], strict=True):
+                into.copy_(part)
+        of_norms = torch.empty(len(norms), ctx.heads.size, dtype=torch.float32, device=packed.device)
+        if ctx.prepares:
+            from gpt2_fp8.kernels.cast import reduce_columns
+            from gpt2_fp8.kernels.rotary import prepare_heads_backward
+
+            dq, dk, _ = upstream
+            sums = prepare_heads_backward(dq, dk, packed, gradient, turns, tuple(norms), epsilon)
+            if norms:
+                reduce_columns(sums.flatten(1), of_norms.view(-1), add=False)
+        return gradient, None, None, None, *of_norms
+
+
+def _whole(packed: Tensor, heads: Heads, parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the tensor like `packed` whose `_split` are these parts, in memory; None if they are not one's."""
+    start = parts[0].storage_offset() - packed.storage_offset()
+    memory = parts[0].untyped_storage().data_ptr()
+    for part, like in zip(parts, _split(packed, heads), strict=True):
+        place = part.untyped_storage().data_ptr(), part.stride(), part.storage_offset()
+        if place != (memory, like.stride(), like.storage_offset() + start):
+            return None
+    return parts[0].as_strided(packed.shape, packed.stride())
 
 
 class _FlashAttention(torch.autograd.Function):
+    """Attention over [batch, tokens, heads, size], to [batch, tokens, heads * size]. Its gradients lie packed."""
+
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, n_head: int) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in _split(packed, n_head))
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in inputs)
         out, lse = cudnn_attention(q, k, v)
         out = out.transpose(1, 2).contiguous()  # no copy: cuDNN's result has the strides of q
-        ctx.n_head = n_head
-        ctx.save_for_backward(packed, out, lse)
+        ctx.save_for_backward(*inputs, out, lse)
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        packed, out, lse = ctx.saved_tensors
-        gradient = torch.empty_like(packed)
-        q, k, v = _split(packed, ctx.n_head)
-        dq, dk, dv = _split(gradient, ctx.n_head)
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = (tensor.detach() for tensor in ctx.saved_tensors)
+        batch, tokens, n_head, size = q.shape
+        dq, dk, dv = q.new_empty(batch, tokens, 3, n_head, size).unbind(2)
         dout, lse = upstream[0].reshape(out.shape), lse.view(lse.shape[:3])
         deterministic = torch.are_deterministic_algorithms_enabled()
         backward = flash_backward()
         assert backward is not None
         backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
-        return gradient, None
+        return dq, dk, dv

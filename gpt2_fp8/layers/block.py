@@ -84,14 +84,19 @@ class Composed:
     scales: Scales | None = None
     embed = staticmethod(embed)
 
+    @staticmethod
+    def turns(angle: Tensor) -> Any:
+        """Return what blocks are given of `reference.angles`, computed once for all of them."""
+        return angle
+
     def __init__(self, layers: Any, recompute: Recompute, kernel: AttentionKernel = "auto"):
         self.layers, self.recompute, self.kernel = layers, recompute, kernel
 
     def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
         """Build one block, whose parts `fp8` are in FP8.
 
-        It is called as `block(x, is_first_microbatch)`; with RoPE also with `reference.angles`. With `document_mask` it
-        gets angles or None, and `sdpa.within_documents`. x: [batch, tokens, n_embd]; so is what it returns.
+        It is called as `block(x, is_first_microbatch)`; with RoPE also with the family's `turns`. With `document_mask`
+        it gets these or None, and `sdpa.within_documents`. x: [batch, tokens, n_embd]; so is what it returns.
         """
         return Block(spec, self.layers, fp8, self.recompute, self.kernel)
 

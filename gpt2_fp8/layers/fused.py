@@ -1,4 +1,4 @@
-"""GPT-2's block as one chain of FP8 GEMMs and our own kernels, for delayed scaling on Hopper.
+"""A block as one chain of FP8 GEMMs and our own kernels, for delayed scaling on Hopper.
 
 The chain does three things that separate modules cannot. Residual additions happen inside the GEMMs. The gradient of
 the residual stream is quantized in the kernel that computes it, the normalisation's backward. Weight gradients are
@@ -27,6 +27,7 @@ from gpt2_fp8.kernels import embedding
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.kernels.product import Activated
+from gpt2_fp8.kernels.rotary import Turns
 from gpt2_fp8.layers import fp8_linear, reference, te
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.block import Composed
@@ -93,7 +94,7 @@ class Block(nn.Module):
         super().__init__()
         d, heads, norm, bias, self.recompute = spec.n_embd, spec.heads, spec.norm, spec.bias, recompute
         self.qkv = reference.LayerNormLinear(d, heads.packed, norm, bias)
-        self.attention = attention(heads, kernel)
+        self.attention = attention(heads, kernel, norm.epsilon)
         self.projection = reference.Linear(heads.queries, d, bias)
         self.mlp = reference.LayerNormMLP(d, spec.mlp, norm, bias)
         self.linears = FP8Linears(*(FP8Linear(scales) for _ in range(4)))
@@ -112,7 +113,7 @@ class Block(nn.Module):
         fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
 
-    def attend(self, x: Tensor, shape: torch.Size, training: bool) -> Attended:
+    def attend(self, x: Tensor, shape: torch.Size, turns: Turns | None, training: bool) -> Attended:
         """Compute the block up to its middle. x: bfloat16 [M, d]; `shape`: what it is rows of, [batch, tokens, d]."""
         qkv, projection, _, _ = self.linears
         norm = self.qkv
@@ -121,8 +122,8 @@ class Block(nn.Module):
         )
         packed = qkv.forward(y8).view(*shape[:-1], -1).requires_grad_(training)
         with torch.set_grad_enabled(training):
-            attended = self.attention(packed)
-        o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
+            attended = self.attention(packed, turns)
+        o8, o8t, _ = cast_transpose(attended.detach().reshape(len(x), -1), projection.slot("input"))
         return Attended(projection.forward(o8, add=x), packed, attended, y8t, o8t, statistics)
 
     def compute_hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
@@ -137,12 +138,12 @@ class Block(nn.Module):
         z8, kept = fp8_linear.gelu_forward(fc1, fc2, y8, again)
         return z8, Hidden(kept, y8t, statistics)
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        """Compute the block. x: bfloat16 [batch, tokens, d]; returns the same shape and dtype."""
+    def forward(self, x: Tensor, is_first_microbatch: bool | None, turns: Turns | None = None) -> Tensor:
+        """Compute the block. x: bfloat16 [batch, tokens, d]; returns the same shape and dtype. `turns`: of RoPE."""
         if is_first_microbatch is not False:
             self.refresh()
         # Inside a Function gradients are always off and parameters always require theirs, so the mode is passed in.
-        return _BlockFunction.apply(x, self, torch.is_grad_enabled(), *self.parameters())
+        return _BlockFunction.apply(x, self, turns, torch.is_grad_enabled(), *self.parameters())
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -153,13 +154,15 @@ class _BlockFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, block: Block, turns: Turns | None, training: bool, *parameters: nn.Parameter
+    ) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        attended = block.attend(x, shape, training)
+        attended = block.attend(x, shape, turns, training)
         z8, hidden = block.compute_hidden(attended.middle)
         assert z8 is not None
         if training:
-            ctx.block, ctx.nothing, ctx.left = block, [None] * len(parameters), True
+            ctx.block, ctx.turns, ctx.nothing, ctx.left = block, turns, [None] * len(parameters), True
             ctx.attended = None if block.recompute == "full" else attended
             ctx.hidden = hidden if block.recompute == "none" else None
             ctx.save_for_backward(x)
@@ -173,13 +176,13 @@ class _BlockFunction(torch.autograd.Function):
         assert ctx.left, "one backward only"
         dout = upstream[0].reshape(x.shape).contiguous()
         # The same kernels under the same scales: what is computed again has the same bits, and so have its amaxes.
-        attended = ctx.attended or block.attend(x, upstream[0].shape, training=True)
+        attended = ctx.attended or block.attend(x, upstream[0].shape, ctx.turns, training=True)
         hidden = ctx.hidden or block.compute_hidden(attended.middle, again=True)[1]
         ctx.left, ctx.hidden, ctx.attended = False, None, None  # freed: autograd's graph lives longer than its backward
         into_middle = _mlp_backward(block, dout, attended.middle, hidden)
         del hidden
         dx = _attention_backward(block, into_middle, x, attended)
-        return dx.view(upstream[0].shape), None, None, *ctx.nothing
+        return dx.view(upstream[0].shape), None, None, None, *ctx.nothing
 
 
 def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +222,10 @@ def _attention_backward(block: Block, into_middle: LayerNormGradient, x: Tensor,
     add_vector_gradient(bias, into_middle.sums[:, 2])
     projection.add_weight_gradient(weight, into_middle.qt, attended.o8t)
     dattended = projection.input_gradient(into_middle.q).view(attended.attended.shape)
-    (dpacked,) = torch.autograd.grad(attended.attended, attended.packed, dattended)
+    norms = tuple(block.attention.parameters())
+    dpacked, *dnorms = torch.autograd.grad(attended.attended, (attended.packed, *norms), dattended)
+    for parameter, gradient in zip(norms, dnorms, strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     g8, g8t, sums = cast_transpose(dpacked.reshape(x.shape[0], -1), qkv.slot("gradient"), sums=True)
     norm = block.qkv
     add_vector_gradient(norm.bias, sums)
@@ -236,24 +242,23 @@ def _attention_backward(block: Block, into_middle: LayerNormGradient, x: Tensor,
 
 
 def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Compute `block.embed` in one kernel, to bfloat16, for learned positions and tokens that are tied to the head.
+    """Compute `block.embed` in one kernel, to bfloat16.
 
-    The token gradient is added row by row to what the head's backward has left in `tokens.grad`. No dense gradient is
-    made.
+    The token gradient is added row by row to what a tied head's backward has left in `tokens.grad`. No dense gradient
+    is made.
     """
-    assert positions is not None, "these layers have learned positions alone"
     return _Embedding.apply(ids.contiguous(), tokens, positions)
 
 
 class _Embedding(torch.autograd.Function):
     """The fused embedding. Its backward writes the parameters' `.grad` itself.
 
-    The head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both take
-    the table as an argument, so its hooks are called once, after both.
+    A tied head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both
+    take the table as an argument, so its hooks are called once, after both.
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
         ctx.parameters = tokens, positions
         ctx.save_for_backward(ids)
         return embedding.embed(ids, tokens, positions)
@@ -265,6 +270,8 @@ class _Embedding(torch.autograd.Function):
         if tokens.grad is None:
             tokens.grad = torch.zeros_like(tokens)
         embedding.embedding_gradient(dx, ids, tokens.grad)
+        if positions is None:
+            return None, None, None
         add = positions.grad is not None
         if positions.grad is None:
             positions.grad = torch.empty_like(positions)
@@ -272,10 +279,15 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
+def _angle_alone(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a block of Transformer Engine's the angles of the `Turns` that fused blocks are given."""
+    return *given[:2], *(turns.angle for turns in given[2:])
+
+
 class Fused(Composed):
     """The family of the fused layers. A block or head that must stay in bf16 is one of Transformer Engine's layers."""
 
-    embed = staticmethod(fused_embed)
+    embed, turns = staticmethod(fused_embed), staticmethod(Turns.of)
 
     def __init__(self, settings: DelayedScaling, recompute: Recompute, kernel: AttentionKernel = "auto"):
         super().__init__(te, recompute, kernel)
@@ -287,7 +299,9 @@ class Fused(Composed):
         assert fp8 in (ALL_PARTS, NO_PARTS)
         if not fp8:
             self._below = None
-            return super().block(spec, NO_PARTS)
+            kept = super().block(spec, NO_PARTS)
+            kept.register_forward_pre_hook(_angle_alone)
+            return kept
         self._below = Block(spec, self._fused, self.recompute, self.kernel, self._below)
         return self._below
 

@@ -47,7 +47,9 @@ ROOM = 64  # rows of a chunk that can be set aside; 17 at most were, in 3,128 ch
 
 
 class Head(LayerNormLinear):
-    """The last normalisation and the GEMM with the embedding. `loss` trains in FP8, with `linear`, its FP8 side.
+    """The last normalisation and the GEMM with the embedding, or with a weight of its own.
+
+    `loss` trains in FP8, with `linear`, the weight's FP8 side.
 
     Logits without gradients, of `forward`, are computed in bfloat16: what is rounded to FP8 has a higher loss, and an
     evaluation gains nothing by it.
@@ -73,6 +75,10 @@ class Head(LayerNormLinear):
         has_logits = product.why_logits(rows, *self.weight.shape)
         return 2.0 ** (LOGITS_EXPONENT if has_logits else EXPONENT)
 
+    def norm_parameters(self) -> list[Tensor]:
+        """Return the normalisation's weight and, if it has one, its bias."""
+        return [vector for vector in (self.layer_norm_weight, self.layer_norm_bias) if vector is not None]
+
     def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:
         """Return what the kernels that normalise x [M, d] are called with."""
         return x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon, self.linear.slot("input")
@@ -90,14 +96,15 @@ class Head(LayerNormLinear):
         training = torch.is_grad_enabled()
         if training and is_first_microbatch is not False:
             self.linear.refresh(self.weight, None)
-        parameters = self.layer_norm_weight, self.layer_norm_bias, self.weight
-        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, training, z_loss, *parameters)
+        return _HeadFunction.apply(
+            x, targets.reshape(-1), self, vocab_size, scale, training, z_loss, self.weight, *self.norm_parameters()
+        )
 
 
 class _HeadFunction(torch.autograd.Function):
     """Loss and gradients, computed in the forward, one chunk of rows after the other.
 
-    The backward only hands out the finished gradients. That of the table, which is the embedding's too, it adds to
+    The backward only hands out the finished gradients. That of the weight, which may be the embedding's too, it adds to
     `.grad` itself: see `fused.fused_embed`.
     """
 
@@ -133,7 +140,7 @@ class _HeadFunction(torch.autograd.Function):
             scale_(gradient, of_trained(upstream[0]))
         table = g.head.weight
         table.grad = g.weight if table.grad is None else table.grad.add_(g.weight)
-        return g.dx.view(ctx.shape), None, None, None, None, None, None, g.norm[0], g.norm[1], None
+        return g.dx.view(ctx.shape), None, None, None, None, None, None, None, *g.norm
 
 
 class Chunk(NamedTuple):
@@ -235,7 +242,7 @@ def _train_chunk_without_logits(chunk: Chunk, ids: Frequent, gradients: _Gradien
 
 
 class _Gradients:
-    """The gradients of the input [M, d], of the weight [N, d], and of the normalisation's two vectors.
+    """The gradients of the input [M, d], of the weight [N, d], and of the normalisation's one or two vectors.
 
     `weight`: what the loss of a row counts, float32 of one element.
     """
@@ -245,7 +252,7 @@ class _Gradients:
         self.loss_weight = weight.reshape(1)
         self.dx = torch.empty_like(x)
         self.weight = torch.empty_like(head.weight)
-        self.norm = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
+        self.norm = torch.empty(len(head.norm_parameters()), x.shape[1], dtype=torch.float32, device=x.device)
 
     def scale_inv(self, factor: float) -> Tensor:
         """Return the inverse scale of a softmax in E5M2 that was multiplied by `factor`, float32 of one element."""
@@ -266,7 +273,7 @@ class _Gradients:
         matmul(g8t, y8t, weight, scale_inv, input_scale, add=weight if self.begun else None)
         embedding_gradient(at_targets[None], targets.clamp_min(0)[None], weight)
         result = layer_norm_backward(dy, x, statistics, self.head.layer_norm_weight, None, None)
-        for i in range(2):
-            reduce_columns(result.sums[:, i], self.norm[i], add=self.begun)
+        for i, gradient in enumerate(self.norm):
+            reduce_columns(result.sums[:, i], gradient, add=self.begun)
         self.begun = True
         return result.dx

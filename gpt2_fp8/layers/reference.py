@@ -36,7 +36,7 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) ->
 
 
 def _norm_bias(width: int, norm: Norm) -> Any:
-    """Create LayerNorm's bias; None for RMSNorm. `Any`, since the fused layers are sure to have one."""
+    """Create LayerNorm's bias; None for RMSNorm."""
     return _parameter(width) if norm.kind == "layer_norm" else None
 
 

@@ -62,7 +62,7 @@ class GPT2(nn.Module):
         self.tokens.to(device)
         if self.positions is not None:
             self.positions.to(device)
-        self._embed, self.scales = layers.embed, layers.scales
+        self._embed, self._turns, self.scales = layers.embed, layers.turns, layers.scales
         if isinstance(self.scales, Scales):
             self.scales.allocate(device)
         if self.spec.tied:
@@ -103,11 +103,11 @@ class GPT2(nn.Module):
         table = None if self.positions is None else self.positions.weight
         return self._embed(ids, self.tokens.weight, table)
 
-    def _shared_inputs(self, ids: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute once what all blocks are given: nothing, RoPE's angles, or these (or None) and the mask."""
+    def _shared_inputs(self, ids: Tensor) -> tuple[Any, ...]:
+        """Compute once what all blocks are given: nothing, what RoPE turns by, or this (or None) and the mask."""
         rope, angle = self.spec.positions, None
         if isinstance(rope, RoPE):
-            angle = angles(rope, self.spec.heads.size, ids.shape[1], ids.device)
+            angle = self._turns(angles(rope, self.spec.heads.size, ids.shape[1], ids.device))
         if self.separator is None:
             return () if angle is None else (angle,)
         device = ids.device.type

@@ -42,7 +42,7 @@ model.rope_base=1e6 -> model.rope_base
 model=llama3_2_1b model.rope_low_freq_factor=4 -> model.rope_low_freq_factor
 model.mlp_width=500 -> model.mlp_width
 model.head_size=4 model.n_kv_head=1 -> model.n_kv_head
-precision.backend=fused model.norm=rms_norm -> precision.backend
+precision.backend=fused model.mlp=swiglu -> precision.backend
 model.n_embd=100 -> model.n_embd
 recipe=mxfp8 model.n_embd=144 model.n_head=3 -> model.n_embd
 'precision.keep_bf16=[blocks.4]' -> precision.keep_bf16

@@ -15,6 +15,7 @@ from gpt2_fp8.fp8 import resolve as resolving
 from gpt2_fp8.fp8.backends import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.resolve import resolve
+from gpt2_fp8.layers import attention
 
 POSITIONS = 1024
 DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
@@ -185,11 +186,9 @@ def test_rows_wider_than_a_block_of_threads_takes_are_transformer_engines(config
 
 
 OPTIONS = {
-    "dropout, and model.dropout=0.1": {"dropout": 0.1}, "RMSNorm": {"norm": "rms_norm"},
-    "SwiGLU MLP": {"mlp": "swiglu"}, "RoPE": {"positions": "rope"},
-    "RoPE, no scaled RoPE": {"positions": "rope", "rope_scaling": 8.0}, "grouped-query attention": {"n_kv_head": 4},
-    "head size other than n_embd / n_head": {"head_size": 128}, "QK-norm": {"qk_norm": True},
-    "head that is not tied to the embedding": {"tied_head": False},
+    "dropout, and model.dropout=0.1": {"dropout": 0.1}, "SwiGLU MLP": {"mlp": "swiglu"},
+    "grouped-query attention": {"n_kv_head": 4},
+    "SwiGLU MLP, no grouped-query attention": {"n_kv_head": 4, "mlp": "swiglu", "positions": "rope"},
 }  # fmt: skip
 
 
@@ -212,10 +211,25 @@ def test_an_option_that_the_fused_layers_lack_takes_transformer_engine_and_says_
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("keys", [{"mlp_width": 640}, {"norm_epsilon": 1e-6}, {"n_kv_head": 12, "head_size": 64}])
-def test_what_the_fused_layers_can_compute_they_do(config, keys):
+@pytest.mark.parametrize(
+    ("keys", "before"),
+    [
+        ({"mlp_width": 640}, ""), ({"norm_epsilon": 1e-6}, ""), ({"n_kv_head": 12, "head_size": 64}, ""),
+        ({"head_size": 128}, ""), ({"norm": "rms_norm"}, ""), ({"bias": False}, ""), ({"tied_head": False}, ""),
+        ({"mlp": "relu_squared"}, ""),
+        ({"positions": "rope"}, "RoPE"), ({"positions": "rope", "rope_scaling": 8.0}, "RoPE"),
+        ({"qk_norm": True}, "QK-norm"), ({"qk_norm": True, "positions": "rope", "bias": False}, "QK-norm and RoPE"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_fused_layers_can_compute_they_do(config, monkeypatch, keys, before):
+    """And the log says of attention what is done before it."""
+    monkeypatch.setattr(attention, "why_no_flash", lambda: None)
     run = config()
-    assert resolve(replace(run, model=replace(run.model, **keys)), "cuda").backend.name == "fused"
+    backend = resolve(replace(run, model=replace(run.model, **keys)), "cuda").backend
+    assert backend.name == "fused"
+    told = "cuDNN forward, FlashAttention 4 backward" + (f", after {before} in Triton" if before else "")
+    assert backend.kernels(50257)["attention"] == told
 
 
 def test_where_fp8_cannot_run_the_layers_asked_for_are_not_refused(config):

@@ -17,6 +17,7 @@ WHERE = {
     "gelu": "gelu_backward_cast gelu_cast",
     "layer_norm": "Statistics layer_norm_backward layer_norm_cast layer_norm_transposed",
     "probabilities": "choose_frequent compute_references probability_rows product_probabilities",
+    "rotary": "prepare_heads prepare_heads_backward",
     "softmax_cast": "log_sums softmax_gradient_cast softmax_statistics",
     "target_rows": "add_target_rows target_rows",
 }

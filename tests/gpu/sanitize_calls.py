@@ -10,7 +10,17 @@ import itertools
 
 import torch
 
-from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, nvrtc, probabilities, weight_gradient
+from gpt2_fp8.kernels import (
+    cast,
+    cross_entropy,
+    embedding,
+    gelu,
+    layer_norm,
+    nvrtc,
+    probabilities,
+    rotary,
+    weight_gradient,
+)
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
 from gpt2_fp8.kernels.product import Operands, fits, product_gelu, product_gelu_backward
@@ -123,10 +133,23 @@ def embeddings() -> None:
         ids[0] = vocabulary - 1  # a run over several chunks
         ids, dx = ids.cuda(), values(batch, tokens, columns)
         table, positions = (values(rows, columns, dtype=torch.float32) for rows in (vocabulary, tokens + 2))
-        embedding.embed(ids, table, positions)
+        for learned in (positions, None):
+            embedding.embed(ids, table, learned)
         embedding.embedding_gradient(dx, ids, table)
         for add in (False, True):
             embedding.positions_gradient(dx, positions, add)
+
+
+def heads_of_queries() -> None:
+    cases = itertools.product([(3, 3, 64), (4, 2, 128), (1, 1, 80), (2, 2, 16)], (True, False), (True, False))
+    for (queries, keys, size), norm, rope in cases:
+        turns = rotary.Turns.of(values(37, size // 2, dtype=torch.float64)) if rope else None
+        norms = (values(size, dtype=torch.float32), values(size, dtype=torch.float32)) if norm else ()
+        packed = values(3, 37, (queries + 2 * keys) * size)
+        rotary.prepare_heads(packed, queries, keys, turns, norms, 1e-5)
+        gradient = packed.clone()
+        dq, dk, _ = gradient.unflatten(2, (-1, size)).split([queries, keys, keys], 2)
+        rotary.prepare_heads_backward(dq, dk, packed, gradient, turns, norms, 1e-5)
 
 
 def run(*calls) -> None:
@@ -139,7 +162,7 @@ def run(*calls) -> None:
 def main() -> None:
     if reason := nvrtc.why_missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
-    run(casts, norms, softmaxes, gelus, entropies, embeddings, products, heads, weight_gradients)
+    run(casts, norms, softmaxes, gelus, entropies, embeddings, products, heads, heads_of_queries, weight_gradients)
     nvrtc.processors = lambda device: 2  # blocks with many tiles each
     run(norms, products, heads, weight_gradients)
     print(DONE, flush=True)

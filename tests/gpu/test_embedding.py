@@ -64,6 +64,7 @@ def test_embed_is_the_sum_rounded_once(batch, tokens, columns, dtype):
     got = embed(ids.to(dtype), table, positions)
     assert torch.equal(got, (table[ids] + positions[:tokens]).bfloat16())
     assert torch.equal(embed(ids, table, positions[:tokens].contiguous()), got)
+    assert torch.equal(embed(ids.to(dtype), table, None), table[ids].bfloat16())
 
 
 def test_embed_passes_on_what_is_not_finite():

@@ -15,6 +15,7 @@ from tests.gpu import (
     test_weight_gradient,
 )
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, bits, normal, slot_of
+from tests.kernels.rotary_cases import Case
 
 pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 
@@ -23,7 +24,7 @@ SLOTTED = ["cast", "layer_norm_forward", "layer_norm_backward", "gelu_forward", 
 CASES = [(name, dtype) for name in SLOTTED for dtype in FORMATS]
 CASES += [("product_gelu", E4M3), ("product_gelu_backward", E5M2)]
 # torch sorts the ids of the two embeddings in two ways
-WITHOUT_SLOT = [*PRODUCTS[2:], "softmax", "gemm", "embedding of 2 x 160", "embedding of 5 x 1024"]
+WITHOUT_SLOT = [*PRODUCTS[2:], "softmax", "gemm", "heads of 64", "heads of 80", "embedding of 2 x 160", "embedding of 5 x 1024"]
 CASES += [(name, None) for name in WITHOUT_SLOT]
 every = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 
@@ -34,6 +35,8 @@ def made(name, seed=0):
         return of_products(name, seed)
     if name.startswith("embedding"):
         return of_embedding(*map(int, name.split()[2::2]), seed)
+    if name.startswith("heads"):
+        return of_heads(int(name.split()[2]), seed)
     x, dy, residual = (normal(272, 768, seed=3 * seed + i) for i in range(3))
     weight, bias = normal(768, seed=7, dtype=torch.float32), normal(768, seed=8, dtype=torch.float32)
     other = slot_of(E4M3)  # made here: a graph cannot record that
@@ -101,6 +104,19 @@ def of_embedding(batch, tokens, seed):
         return [kernels.embed(ids, table, positions), of_table, of_positions]
 
     return [ids, normal(batch, tokens, columns, seed=seed)], call
+
+
+def of_heads(size, seed):
+    """The same of QK-norm and RoPE: forward, and backward where the gradients lie."""
+    case = Case(3, 3, size, True, True, 2, 150, DEVICE, seed)
+    fixed = Case(3, 3, size, True, True, 2, 150, DEVICE).given  # not a graph's inputs
+
+    def call(packed, upstream, slot):
+        gradient = upstream.clone()
+        sums = kernels.prepare_heads_backward(*case.split(gradient)[:2], packed, gradient, *fixed)
+        return [*kernels.prepare_heads(packed, 3, 3, *fixed), gradient, sums]
+
+    return [case.packed, torch.cat(case.upstream, 2).flatten(2)], call
 
 
 @every

@@ -303,7 +303,7 @@ def test_attention_matches_float64(kernel, n_head, size, batch, positions):
             pytest.skip("flash-attn-4 is not installed")
         if size not in (64, 128):
             pytest.skip("heads of this size go to Transformer Engine")
-    module = FlashAttention(heads) if kernel == "flash" else te.attention(heads, dropout=0.0)
+    module = FlashAttention(heads, 0.0) if kernel == "flash" else te.attention(heads, dropout=0.0)
     generator = torch.Generator().manual_seed(positions)
     packed, upstream = (
         torch.randn(batch, positions, width, generator=generator).cuda().bfloat16()

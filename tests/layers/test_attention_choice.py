@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt2_fp8.config.block_spec import gpt2_heads
-from gpt2_fp8.layers import attention, reference, te
+from gpt2_fp8.layers import attention, reference
 from gpt2_fp8.layers.attention import FlashAttention, flash_backward, has_torchs, kernels, why_no_flash, why_not_flash
 
 OF_64 = gpt2_heads(n_head=12, n_embd=768)
@@ -57,19 +57,19 @@ def test_flash_attention_2_is_left_alone(install, monkeypatch):
     assert flash_backward() is None
     assert why_not_flash(OF_64) == "flash-attn-4 is not installed"
     assert kernels(OF_64) == "cuDNN"
-    monkeypatch.setattr(te, "attention", lambda heads, dropout: ("te", heads, dropout))
+    monkeypatch.setattr(attention, "TEAttention", lambda heads, dropout, epsilon: ("te", heads, dropout))
     assert attention.attention(OF_64) == ("te", OF_64, 0.0)
 
 
 @pytest.mark.parametrize("function", [backward, None], ids=["installed", "not installed"])
 def test_a_kernel_that_is_asked_for_is_taken_whatever_is_installed(install, function, monkeypatch):
     install(function)
-    monkeypatch.setattr(te, "attention", lambda heads, dropout: ("te", heads, dropout))
+    monkeypatch.setattr(attention, "TEAttention", lambda heads, dropout, epsilon: ("te", heads, dropout))
     assert attention.attention(OF_64, "te") == ("te", OF_64, 0.0)
     assert isinstance(attention.attention(OF_64, "flash"), FlashAttention)
     for kernel in ("sdpa", "cudnn"):
         made = attention.attention(OF_64, kernel)
-        assert (type(made), made.choice, made.dropout) == (reference.Attention, kernel, 0.0)
+        assert (type(made), made.choice, made.dropout) == (attention.Attention, kernel, 0.0)
 
 
 @pytest.mark.parametrize("tokens", [128, 129])
@@ -78,7 +78,7 @@ def test_short_sequences_go_to_torch_only_where_others_go_to_flash_attention(ins
     """What `has_torchs` says is what the module does: Transformer Engine's takes sequences of any length."""
     went = []
     install(function)
-    monkeypatch.setattr(te, "attention", lambda *_, **__: lambda qkv: went.append("te"))
+    monkeypatch.setattr(attention, "TEAttention", lambda *_: lambda qkv: went.append("te"))
     monkeypatch.setattr(reference, "causal_attention", lambda *_: went.append("torch"))
     monkeypatch.setattr(attention._FlashAttention, "apply", lambda *_: went.append("flash"))
     attention.attention(OF_64)(torch.empty(1, tokens, OF_64.packed))

@@ -3,6 +3,7 @@
 What is tested is the order of the chain and what it keeps; tests/gpu has the kernels.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt2_fp8.config.block_spec import MLP, BlockSpec, Norm, gpt2_heads
+from gpt2_fp8.config.block_spec import MLP, BlockSpec, Heads, Norm, RoPE, gpt2_heads
 from gpt2_fp8.layers import block, reference
 from tests.layers.standins import SCALING, families
 
@@ -19,6 +20,15 @@ SPEC = BlockSpec(
     n_embd=16, norm=Norm("layer_norm", 1e-5), heads=gpt2_heads(2, 16), mlp=MLP("gelu", 32), positions="learned",
     bias=True, dropout=0.0, tied=True,
 )  # fmt: skip
+ROPE = RoPE(100.0)
+MODERN = replace(
+    SPEC, norm=Norm("rms_norm", 1e-2), heads=Heads(2, 2, 12, qk_norm=True), positions=ROPE, bias=False, tied=False
+)
+SPECS = {
+    "GPT-2": SPEC, "RMSNorm": replace(SPEC, norm=Norm("rms_norm", 1e-2)), "RoPE": replace(SPEC, positions=ROPE),
+    "QK-norm": replace(SPEC, heads=Heads(2, 2, 8, qk_norm=True)), "no biases": replace(SPEC, bias=False),
+    "larger heads": replace(SPEC, heads=Heads(2, 2, 12)), "all": MODERN,
+}  # fmt: skip
 
 
 def gelu(h):
@@ -26,7 +36,8 @@ def gelu(h):
 
 
 def add(parameter, gradient):
-    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+    if parameter is not None:
+        parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
 
 class Linear(nn.Module):
@@ -39,7 +50,7 @@ class Linear(nn.Module):
         return name
 
     def refresh(self, weight, bias):
-        self.w, self.bias = weight.detach(), bias.detach()
+        self.w, self.bias = weight.detach(), 0 if bias is None else bias.detach()
         self.w8 = self.w
 
     def forward(self, x, add=None):
@@ -90,14 +101,17 @@ def gelu_backward_cast(g, h, slot, slot_y):
 
 
 def layer_norm_cast(x, weight, bias, epsilon, slot, both=True):
-    y = F.layer_norm(x, x.shape[-1:], weight, bias, epsilon).detach()
-    return y, y.T, SimpleNamespace(mean=x.mean(1), rstd=(x.var(1, correction=0) + epsilon).rsqrt())
+    y = reference.normalise(x, weight, bias, epsilon).detach()
+    mean = torch.zeros(len(x)).double() if bias is None else x.mean(1)
+    rstd = ((x - mean[:, None]).square().mean(1) + epsilon).rsqrt()
+    return y, y.T, SimpleNamespace(mean=mean, rstd=rstd, of_rms=bias is None)
 
 
 def layer_norm_backward(dy, x, statistics, weight, residual, slot):
     normalised = (x - statistics.mean[:, None]) * statistics.rstd[:, None]
     g = dy * weight
-    dx = (g - g.mean(1, True) - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
+    mean = 0 if statistics.of_rms else g.mean(1, True)
+    dx = (g - mean - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
     dx = (dx if residual is None else dx + residual).detach()
     return SimpleNamespace(dx=dx, q=dx, qt=dx.T, sums=torch.stack((dy * normalised, dy, dx), 1).detach())
 
@@ -125,7 +139,7 @@ def fused(request, monkeypatch):
             "layer_norm_backward": layer_norm_backward,
             "cast_transpose": lambda x, slot, sums=False: (x, x.T, x),
             "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
-            "attention": lambda heads, kernel: reference.attention(heads, 0.0, kernel=kernel),
+            "attention": lambda heads, kernel, epsilon: reference.attention(heads, 0.0, epsilon, kernel),
         }.items():
             monkeypatch.setattr(module, name, replacement)
         yield module
@@ -139,47 +153,51 @@ def filled(blocks):
     return blocks
 
 
-def passed(blocks):
+def passed(blocks, spec=SPEC):
     """The output, the input's gradient and the parameters' of two micro-batches, the second with another text."""
-    found = []
+    found, rope = [], spec.positions
+    given = () if rope == "learned" else (reference.angles(rope, spec.heads.size, 8, torch.device("cpu")),)
     for seed in (1, 2):
         x = torch.randn(3, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         y = x
         for one in blocks:
-            y = one(y, seed == 1)
+            y = one(y, seed == 1, *given)
         y.square().sum().backward()
         found += [y.detach(), x.grad]
     return found + [parameter.grad for _, parameter in sorted(blocks.named_parameters())]
 
 
-def chain(fused, recompute):
+def chain(fused, recompute, spec=SPEC):
     from gpt2_fp8.layers.delayed_scaling import Scales
 
     below, blocks = None, []
     for _ in range(3):
-        below = fused.Block(SPEC, Scales(SCALING), recompute, "auto", below)
+        below = fused.Block(spec, Scales(SCALING), recompute, "auto", below)
         blocks.append(below)
     return filled(blocks)
 
 
-def test_the_chain_is_autograds_in_float64(fused):
-    found = passed(chain(fused, "none"))
-    expected = passed(filled([block.Block(SPEC, reference, frozenset(), "none") for _ in range(3)]))
+@pytest.mark.parametrize("name", SPECS)
+def test_the_chain_is_autograds_in_float64(fused, name):
+    spec = SPECS[name]
+    found = passed(chain(fused, "none", spec), spec)
+    expected = passed(filled([block.Block(spec, reference, frozenset(), "none") for _ in range(3)]), spec)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("spec", [SPEC, MODERN], ids=["GPT-2", "all"])
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("mlp", 1), ("full", 2)])
-def test_what_is_computed_again_changes_no_bit(fused, monkeypatch, recompute, times):
-    expected, calls, attend = passed(chain(fused, "none")), [], reference.Attention.attend
+def test_what_is_computed_again_changes_no_bit(fused, monkeypatch, recompute, times, spec):
+    expected, calls, attend = passed(chain(fused, "none", spec), spec), [], reference.Attention.attend
 
     def counted(self, *parts):
         calls.append(torch.is_grad_enabled())
         return attend(self, *parts)
 
     monkeypatch.setattr(reference.Attention, "attend", counted)
-    blocks = chain(fused, recompute)
-    found = passed(blocks)
+    blocks = chain(fused, recompute, spec)
+    found = passed(blocks, spec)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert calls == [True] * (3 * 2 * times), "three blocks, two micro-batches"
     with torch.no_grad():
