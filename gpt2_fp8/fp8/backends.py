@@ -247,11 +247,12 @@ class Fused(Backend):
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         in_bf16 = parse_kept(self.keep_bf16, self.config.model.n_layer)
         rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
-        parts = describe_kernels(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        spec = block_spec(self.config.model)
+        parts = describe_kernels(rows, spec, padded_vocabulary(vocab_size))
         if in_bf16.head:
             parts["logits"] = _KEPT
         if every_block(in_bf16):
-            parts["gelu"] = _KEPT
+            parts[spec.mlp.kind] = _KEPT
         parts["attention"] = self._attention(of_te=every_block(in_bf16))
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
@@ -280,8 +281,8 @@ def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
     missing, n_embd = nvrtc.why_missing() is not None, spec.n_embd
-    why_no_gelu = product.why_no_product(rows, spec.mlp.width, n_embd)
-    gelu = _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu or missing else "inside its GEMMs"
+    why_apart = product.why_no_product(rows, spec.mlp.width, n_embd)
+    activation = _because("outside its GEMMs, in Triton", why_apart) if why_apart or missing else "inside its GEMMs"
     # Training's logits. Those of an evaluation are in bfloat16, and stored.
     why_no_statistics = product.why_no_product(rows, padded_vocab_size, n_embd)
     if missing or why_no_statistics:
@@ -295,7 +296,7 @@ def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict
     else:
         norm = "in CUDA C++, over rows"
     casts = f"in {'Triton' if missing else 'CUDA C++'}"
-    return {"gelu": gelu, "logits": logits, "normalisation": norm, "casts": casts}
+    return {spec.mlp.kind: activation, "logits": logits, "normalisation": norm, "casts": casts}
 
 
 def _because(what: str, why: str | None) -> str:

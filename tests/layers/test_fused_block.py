@@ -3,6 +3,7 @@
 What is tested is the order of the chain and what it keeps; tests/gpu has the kernels.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -19,14 +20,14 @@ SPEC = BlockSpec(
     n_embd=16, norm=Norm("layer_norm", 1e-5), heads=gpt2_heads(2, 16), mlp=MLP("gelu", 32), positions="learned",
     bias=True, dropout=0.0, tied=True,
 )  # fmt: skip
+SQUARED = replace(SPEC, norm=Norm("rms_norm", 1e-5), mlp=MLP("relu_squared", 32))
 
-
-def gelu(h):
-    return F.gelu(h, approximate="tanh")
+ACTIVATIONS = {"gelu": lambda h: F.gelu(h, approximate="tanh"), "relu_squared": lambda h: h.relu().square()}
 
 
 def add(parameter, gradient):
-    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+    if parameter is not None:
+        parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
 
 class Linear(nn.Module):
@@ -36,7 +37,7 @@ class Linear(nn.Module):
         super().__init__()
 
     def slot(self, name):
-        return name
+        return SimpleNamespace(scale_inv=name)
 
     def refresh(self, weight, bias):
         self.w, self.bias = weight.detach(), bias.detach()
@@ -61,61 +62,65 @@ class Linear(nn.Module):
 
 
 class Activated(NamedTuple):
-    """gelu(h), and gelu'(h) as it is."""
+    """z, and z'(h) as it is."""
 
     q: torch.Tensor
     slopes: torch.Tensor
 
 
-def product_gelu(operands, bias, slot):
+def product_activation(kind, operands, bias, slot):
     h = operands[0] @ operands[1] + bias
     with torch.enable_grad():
         h = h.requires_grad_()
-        y = gelu(h)
-        (slopes,) = torch.autograd.grad(y.sum(), h)
-    return Activated(y.detach(), slopes)
+        z = ACTIVATIONS[kind](h)
+        (slopes,) = torch.autograd.grad(z.sum(), h)
+    return Activated(z.detach(), slopes)
 
 
-def product_gelu_backward(operands, slopes, slot):
+def product_activation_backward(kind, operands, slopes, z_scale_inv, slot):
+    assert (z_scale_inv, slot.scale_inv) == ("input", "gradient")
     gradient = operands[0] @ operands[1] * slopes
     return gradient, gradient
 
 
-def gelu_backward_cast(g, h, slot, slot_y):
+def activation_backward_cast(kind, g, h, slot, slot_y):
     with torch.enable_grad():
         h = h.detach().requires_grad_()
-        z = gelu(h)
+        z = ACTIVATIONS[kind](h)
         (dh,) = torch.autograd.grad(z, h, g)
     return dh, dh.T, z.detach().T, dh
 
 
 def layer_norm_cast(x, weight, bias, epsilon, slot, both=True):
-    y = F.layer_norm(x, x.shape[-1:], weight, bias, epsilon).detach()
-    return y, y.T, SimpleNamespace(mean=x.mean(1), rstd=(x.var(1, correction=0) + epsilon).rsqrt())
+    y = reference.normalise(x, weight, bias, epsilon).detach()
+    mean = None if bias is None else x.mean(1)
+    variance = (x if mean is None else x - mean[:, None]).square().mean(1)
+    return y, y.T, SimpleNamespace(mean=mean, rstd=(variance + epsilon).rsqrt())
 
 
 def layer_norm_backward(dy, x, statistics, weight, residual, slot):
-    normalised = (x - statistics.mean[:, None]) * statistics.rstd[:, None]
-    g = dy * weight
-    dx = (g - g.mean(1, True) - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
+    mean, g = statistics.mean, dy * weight
+    normalised = (x if mean is None else x - mean[:, None]) * statistics.rstd[:, None]
+    total = 0 if mean is None else g.mean(1, True)
+    dx = (g - total - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
     dx = (dx if residual is None else dx + residual).detach()
     return SimpleNamespace(dx=dx, q=dx, qt=dx.T, sums=torch.stack((dy * normalised, dy, dx), 1).detach())
 
 
-@pytest.fixture(params=["GELU in the GEMMs", "GELU between them"])
+@pytest.fixture(params=["activation in the GEMMs", "activation between them"])
 def fused(request, monkeypatch):
     with families():
         from gpt2_fp8.layers import fp8_linear
         from gpt2_fp8.layers import fused as module
 
-        fits = request.param == "GELU in the GEMMs"
+        fits = request.param == "activation in the GEMMs"
         for name, replacement in {
             "fits": lambda x, w: fits,
             "Activated": Activated,
-            "product_gelu": product_gelu,
-            "product_gelu_backward": product_gelu_backward,
-            "gelu_cast": lambda h, slot: gelu(h),
-            "gelu_backward_cast": gelu_backward_cast,
+            "product_activation": product_activation,
+            "product_activation_backward": product_activation_backward,
+            "activation_cast": lambda kind, h, slot: ACTIVATIONS[kind](h),
+            "activation_backward_cast": activation_backward_cast,
             "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
         }.items():
             monkeypatch.setattr(fp8_linear, name, replacement)
@@ -152,19 +157,21 @@ def passed(blocks):
     return found + [parameter.grad for _, parameter in sorted(blocks.named_parameters())]
 
 
-def chain(fused, recompute):
+def chain(fused, recompute, spec=SPEC):
     from gpt2_fp8.layers.delayed_scaling import Scales
 
     below, blocks = None, []
     for _ in range(3):
-        below = fused.Block(SPEC, Scales(SCALING), recompute, "auto", below)
+        below = fused.Block(spec, Scales(SCALING), recompute, "auto", below)
         blocks.append(below)
     return filled(blocks)
 
 
-def test_the_chain_is_autograds_in_float64(fused):
-    found = passed(chain(fused, "none"))
-    expected = passed(filled([block.Block(SPEC, reference, frozenset(), "none") for _ in range(3)]))
+@pytest.mark.parametrize("spec", [SPEC, SQUARED], ids=["GPT-2", "squared ReLU"])
+def test_the_chain_is_autograds_in_float64(fused, spec, monkeypatch):
+    found = passed(chain(fused, "none", spec))
+    monkeypatch.setattr(reference, "activate", lambda h, _: ACTIVATIONS[spec.mlp.kind](h))
+    expected = passed(filled([block.Block(spec, reference, frozenset(), "none") for _ in range(3)]))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
