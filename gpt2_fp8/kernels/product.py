@@ -8,8 +8,8 @@ of the second operand in shared memory, so the inner dimension must be short. Su
 The MLP's GEMMs are here (`cuda/product_activation*.cu`; see `kernels.activation` for the arithmetic). The activation's
 input h is never in memory. What the backward needs instead, the derivative, is a byte a number with GELU: the forward
 leaves a linear code of gelu'(h), with an RMS error of 0.21 %, and exact where it is 0 or 1. With squared ReLU it is no
-byte more: 2 max(h, 0) follows from the result in E4M3 itself, with an error of at most 3 % where that is a normal
-number. It is 0 where the result was rounded to 0.
+byte more: 2 max(h, 0) follows from the result in E4M3 itself, with an error of at most 3 % unless that is subnormal.
+It is 0 where the result was rounded to 0.
 
 It needs no Triton, so a run can report which kernels it will use.
 """
