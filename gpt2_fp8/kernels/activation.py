@@ -52,13 +52,14 @@ def _activate_backward(dy, h, groups, columns, number: tl.constexpr, M, N, SQUAR
     if SQUARED:
         r = tl.where(x < 0.0, 0.0, x)
         y = r * r
-        slope = 2.0 * r
+        gradient = load_row(dy, groups, columns, number, M, N) * (2.0 * r)
     else:
         square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before this, and an infinite square would give 0 * inf
         s = _sigmoid(x, square)
         y = x * s
-        slope = s + y * (1.0 - s) * (TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square)
-    return load_row(dy, groups, columns, number, M, N) * slope, y
+        slope = TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square
+        gradient = load_row(dy, groups, columns, number, M, N) * (s + y * (1.0 - s) * slope)
+    return gradient, y
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 // Squared ReLU, z = r r with r = max(h, 0), and its derivative 2 r. The backward takes r from z's own codes in E4M3, as
-// the root of what they stand for. Unless z is subnormal there, r is off by at most 2^-5 of itself, half of z's own 2^-4.
-// It is 0 where z was rounded to 0, and the root of the largest number where z saturated. NaN stays NaN in both.
+// the root of what they stand for: off by at most 2^-5 of itself, half of z's own 2^-4, unless z is subnormal there. So
+// r is 0 where z was rounded to 0, and the root of the largest number where z saturated. NaN stays NaN in both.
 
 constexpr bool KEEPS_CODES = false;
 
