@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.kernels import need, product_logits, softmax_statistics
-from tests.gpu.test_product_gelu import UNITS, exact_product, whole
+from tests.gpu.test_product_activation import UNITS, exact_product, whole
 
 pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 
