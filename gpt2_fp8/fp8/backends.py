@@ -246,11 +246,12 @@ class Fused(Backend):
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         in_bf16 = parse_kept(self.keep_bf16, self.config.model.n_layer)
         rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
-        parts = describe_kernels(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        spec = block_spec(self.config.model)
+        parts = describe_kernels(rows, spec, padded_vocabulary(vocab_size))
         if in_bf16.head:
             parts["logits"] = _KEPT
         if every_block(in_bf16):
-            parts["gelu"] = _KEPT
+            parts[spec.mlp.kind] = _KEPT
         parts["attention"] = self._attention(of_te=every_block(in_bf16))
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
@@ -283,11 +284,11 @@ def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict
 
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
-    why_no_gelu = product.why_no_product(rows, spec.mlp.width, spec.n_embd)
+    why_apart = product.why_no_product(rows, spec.mlp.width, spec.n_embd)
     # Training's logits. Those of an evaluation are in bfloat16, and stored.
     why_stored = product.why_logits(rows, padded_vocab_size, spec.n_embd)
     return {
-        "gelu": _because("outside its GEMMs, in Triton", why_no_gelu) if why_no_gelu else "inside its GEMMs",
+        spec.mlp.kind: _because("outside its GEMMs, in Triton", why_apart) if why_apart else "inside its GEMMs",
         "logits": _because("in memory", why_stored) if why_stored else "never in memory",
     }
 

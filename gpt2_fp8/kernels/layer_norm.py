@@ -1,6 +1,6 @@
-"""Layer normalisation (Ba et al. 2016), fused with the quantization of its output to FP8.
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019), fused with the quantization of their output to FP8.
 
-Its backward is fused with the addition of the residual stream's gradient and the quantization of the sum.
+The backward is fused with the addition of the residual stream's gradient and the quantization of the sum.
 
 The kernels in CUDA C++ (`cuda/layer_norm_*.cu`) keep whole rows in a multiprocessor: the input is read from memory
 once, and the transposed layout is written in runs of as many bytes as there is room for.
@@ -24,9 +24,12 @@ TWO_BLOCKS = 2048  # columns of the widest rows of which a multiprocessor has tw
 
 
 class Statistics(NamedTuple):
-    """Each row's mean and the reciprocal of its standard deviation, float32 [M]."""
+    """Each row's mean and the reciprocal of its standard deviation, float32 [M].
 
-    mean: Tensor
+    RMSNorm has no mean (None), and `rstd` is the reciprocal of the root of the mean square.
+    """
+
+    mean: Tensor | None
     rstd: Tensor
 
 
@@ -34,7 +37,8 @@ class LayerNormGradient(NamedTuple):
     """The result of `layer_norm_backward`.
 
     `sums`: float32 [P, 3, N], partial column sums of three gradients: of weight, of bias, and dx itself. The last is
-    the bias gradient of the linear layer that wrote x; it is undefined without a slot.
+    the bias gradient of the linear layer that wrote x; it is undefined without a slot. That of bias is undefined with
+    RMSNorm, which has none.
     """
 
     dx: Tensor  # [M, N] bfloat16
@@ -44,24 +48,25 @@ class LayerNormGradient(NamedTuple):
 
 
 def layer_norm_cast(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool = True
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, slot: Slot, both: bool = True
 ) -> tuple[Tensor, Tensor, Statistics]:
     """Normalise the rows of x and quantize them with the slot's scale to FP8 [M, N] and its transpose [N, M].
 
-    x: bfloat16 [M, N]; weight and bias: float32 [N]; M and N are multiples of 16, and N is at most 4,096. The transpose
-    is empty unless `both`. The third result is what the backward needs.
+    x: bfloat16 [M, N]; weight and bias: float32 [N], `bias=None` for RMSNorm; M and N are multiples of 16, and N is at
+    most 4,096. The transpose is empty unless `both`. The third result is what the backward needs.
     """
     assert x.is_contiguous()
     m, n = x.shape
     assert m % 16 == n % 16 == 0, (m, n)
     q, qt = empty_pair(m, n, slot.dtype, x.device, both)
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    mean = None if bias is None else torch.empty_like(rstd)
     _forward(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
     return q, qt, Statistics(mean, rstd)
 
 
 def layer_norm_transposed(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, factors: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, slot: Slot, factors: Tensor
 ) -> Tensor:
     """Normalise the rows of x, multiply each by its factor, and quantize them to FP8, transposed: [N, M].
 
@@ -154,23 +159,23 @@ def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, results: tuple[Tensor | None, ...], both: bool,
-    factors: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, slot: Slot, results: tuple[Tensor | None, ...],
+    both: bool, factors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the results: both layouts, mean and rstd; with factors, float32 [M], the second alone."""
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _forward_shape(n, m, processors)
-    e4m3 = slot.dtype == torch.float8_e4m3fn
-    launch = _kernel("layer_norm_forward", n, shape, x.device, E4M3=e4m3, BOTH=both, FACTORS=factors is not None)
+    given = {"E4M3": slot.dtype == torch.float8_e4m3fn, "BOTH": both, "FACTORS": factors is not None}
+    launch = _kernel("layer_norm_forward", n, shape, x.device, **given, RMS=bias is None)
     grid = min(-(-m // shape.tile), processors * shape.blocks)
     more = () if factors is None else (factors,)
     launch(grid, x, weight, bias, *results, slot.scale, slot.amax, m, float(epsilon), *more)
 
 
 def _backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None,
-    results: tuple[Tensor, Tensor, Tensor],
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, residual: Tensor | None,
+    slot: Slot | None, results: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """Write the results: dx and both layouts. Return the sums: see `LayerNormGradient`."""
     m, n = x.shape
@@ -178,9 +183,10 @@ def _backward(
     shape = _backward_shape(n, m, processors, 2 if residual is None else 3)
     grid = min(-(-m // shape.tile), processors * shape.blocks)
     sums = torch.empty(grid, 3, n, dtype=torch.float32, device=x.device)
-    cast, e4m3 = slot is not None, slot is not None and slot.dtype == torch.float8_e4m3fn
-    scale, amax = (mean, mean) if slot is None else (slot.scale, slot.amax)
-    launch = _kernel("layer_norm_backward", n, shape, x.device, E4M3=e4m3, CAST=cast, RESIDUAL=residual is not None)
+    given = {"E4M3": slot is not None and slot.dtype == torch.float8_e4m3fn, "CAST": slot is not None}
+    given |= {"RESIDUAL": residual is not None, "RMS": mean is None}
+    scale, amax = (rstd, rstd) if slot is None else (slot.scale, slot.amax)
+    launch = _kernel("layer_norm_backward", n, shape, x.device, **given)
     second = results[0] if residual is None else residual
     launch(grid, dy, x, second, mean, rstd, weight, *results, sums, scale, amax, m)
     return sums

@@ -1,13 +1,15 @@
 """FP8 GEMMs with an epilogue, in CUDA C++: which shapes have one, and how its kernel is called.
 
-The result of a GEMM passes through more arithmetic while it is still in registers (here GELU;
+The result of a GEMM passes through more arithmetic while it is still in registers (here the MLP's activation;
 `probabilities`). A separate kernel would write and read the result once more. Here a block keeps a slab of the second
 operand in shared memory, so the inner dimension must be short. Sums stay in the tensor cores, as with
 `fast_accumulate` of `kernels.gemm`.
 
-The MLP's GEMMs are here (`cuda/product_gelu*.cu`; see `kernels.gelu` for the arithmetic). GELU's input h is never in
-memory. The backward needs only gelu'(h), which the forward leaves as a code of one byte: linear, with an RMS error of
-0.21 %, and exact where it is 0 or 1.
+The MLP's GEMMs are here (`cuda/product_activation*.cu`; see `kernels.activation` for the arithmetic). The activation's
+input h is never in memory. What the backward needs instead, the derivative, is a byte a number with GELU: the forward
+leaves a linear code of gelu'(h), with an RMS error of 0.21 %, and exact where it is 0 or 1. With squared ReLU it is no
+byte more: 2 max(h, 0) follows from the result in E4M3 itself, with an error of at most 3 % unless that is subnormal.
+It is 0 where the result was rounded to 0.
 
 It needs no Triton, so a run can report which kernels it will use.
 """
@@ -15,7 +17,7 @@ It needs no Triton, so a run can report which kernels it will use.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; LINE: bytes copied together
 WARPGROUPS = 3  # that multiply, and hide each other's epilogues
 FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than two kernels
 CODES, CODE_OF_ZERO = 202, 26  # a code is CODES gelu' + CODE_OF_ZERO, rounded
+Kind = Literal["gelu", "relu_squared"]  # of an activation: GELU in its tanh form, or max(h, 0)^2
 _TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "LINE": LINE, "WARPGROUPS": WARPGROUPS}
 _TILE |= {"CODES": CODES, "CODE_OF_ZERO": CODE_OF_ZERO}
 
@@ -119,14 +122,14 @@ def product_kernel(
 
 
 class Activated(NamedTuple):
-    """The result of `product_gelu`."""
+    """The result of `product_activation`."""
 
-    q: Tensor  # FP8 [M, N] of gelu(h) times its slot's scale
-    slopes: Tensor  # uint8 [M, N]: the codes of gelu'(h)
+    q: Tensor  # FP8 [M, N] of z times its slot's scale
+    slopes: Tensor  # [M, N], what tells z'(h): with GELU uint8, its codes; with squared ReLU `q` itself
 
 
 class ActivatedGradient(NamedTuple):
-    """The result of `product_gelu_backward`."""
+    """The result of `product_activation_backward`."""
 
     q: Tensor  # FP8 [M, N] of the gradient of h times its slot's scale
     sums: Tensor  # partial column sums of the gradient, float32 [P, N]
@@ -143,8 +146,8 @@ def _parts(grid: int, tiles_down: int, slabs: int) -> int:
     return max(block_of((s + 1) * tiles_down - 1) - block_of(s * tiles_down) + 1 for s in range(slabs))
 
 
-def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> Activated:
-    """Compute gelu(h) for h = a b^T [+ bias] rounded to bfloat16, quantized with the slot's scale, and gelu'(h).
+def product_activation(kind: Kind, operands: Operands, bias: Tensor | None, slot: Slot) -> Activated:
+    """Compute the activation z of h = a b^T [+ bias] rounded to bfloat16, quantized with the slot's scale, and z'(h).
 
     bias: bfloat16 [N].
     """
@@ -153,24 +156,28 @@ def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> Activat
     assert slot.dtype == torch.float8_e4m3fn, slot.dtype
     assert bias is None or (bias.dtype, bias.shape) == (torch.bfloat16, (n,)), (bias.dtype, bias.shape)
     q = torch.empty(m, n, dtype=slot.dtype, device=a.device)
-    slopes = torch.empty(m, n, dtype=torch.uint8, device=a.device)
-    kernel, grid = product_kernel("product_gelu", operands)
+    slopes = torch.empty(m, n, dtype=torch.uint8, device=a.device) if kind == "gelu" else q
+    kernel, grid = product_kernel("product_activation", operands, RELU_SQUARED=kind == "relu_squared")
     kernel(grid, tensor_map(a), b, bias, q, slopes, *scales, slot.scale, slot.amax, m, n)
     return Activated(q, slopes)
 
 
-def product_gelu_backward(operands: Operands, slopes: Tensor, slot: Slot) -> ActivatedGradient:
-    """Compute g gelu'(h), quantized with the slot's scale, from g = a b^T, the gradient of gelu(h) [M, N].
+def product_activation_backward(
+    kind: Kind, operands: Operands, slopes: Tensor, z_scale_inv: Tensor, slot: Slot
+) -> ActivatedGradient:
+    """Compute g z'(h), quantized with the slot's scale, from g = a b^T, the gradient of the activation z [M, N].
 
-    slopes: uint8 [M, N], of `product_gelu`. g itself is not rounded in between.
+    slopes: of `product_activation`; z_scale_inv: of its slot. g itself is not rounded in between.
     """
     a, b, *scales = operands
     m, n = slopes.shape
     assert slopes.is_contiguous()
-    assert (slopes.dtype, m, n) == (torch.uint8, a.shape[0], b.shape[0]), (slopes.dtype, slopes.shape)
+    dtype = torch.uint8 if kind == "gelu" else torch.float8_e4m3fn
+    assert (slopes.dtype, m, n) == (dtype, a.shape[0], b.shape[0]), (slopes.dtype, slopes.shape)
     q = torch.empty(m, n, dtype=slot.dtype, device=a.device)
-    kernel, grid = product_kernel("product_gelu_backward", operands, e4m3=slot.dtype == torch.float8_e4m3fn)
+    e4m3, squared = slot.dtype == torch.float8_e4m3fn, kind == "relu_squared"
+    kernel, grid = product_kernel("product_activation_backward", operands, e4m3, RELU_SQUARED=squared)
     parts = _parts(grid, m // ROWS, n // COLUMNS)
     sums = torch.empty(parts, n, dtype=torch.float32, device=a.device)
-    kernel(grid, tensor_map(a), b, slopes, q, sums, *scales, slot.scale, slot.amax, m, n, parts)
+    kernel(grid, tensor_map(a), b, slopes, q, sums, *scales, slot.scale, slot.amax, m, n, parts, z_scale_inv)
     return ActivatedGradient(q, sums)

@@ -1,4 +1,4 @@
-"""One weight's three FP8 GEMMs: forward, the gradient of its input, and its own gradient; and GELU between two of them.
+"""One weight's three FP8 GEMMs: forward, the gradient of its input, and its own gradient; and an MLP's activation.
 
 Shapes: x [M, K] is the input, y = x W^T + b [M, N] the output. `x8` is x in FP8 [M, K], `x8t` its transpose [K, M].
 M = batch * tokens rows, d = n_embd, f = hidden channels.
@@ -7,13 +7,13 @@ Hopper's tensor cores keep about 14 bits of a sum. A GEMM can promote its partia
 ("fast accumulation"). Forward GEMMs do not promote, as Transformer Engine's do not.
 
 The blocks' input gradients use fast accumulation only if the user asks for it. Its error is 0.07 to 0.15 % for sums
-over 2,304 to 6,400 channels. The input gradient that passes GELU's derivative in the same kernel
+over 2,304 to 6,400 channels. The input gradient that passes the activation's derivative in the same kernel
 (`kernels.product`) always uses it. Its error is 0.04 %; rounding to bfloat16 in between would cost 0.17 %.
 
-Where it fits, GELU and its derivative are inside the GEMMs. Then its input h is not stored: the backward keeps gelu(h)
-in FP8 and its derivative's codes, as many bytes. Nothing of the hidden layer is transposed: its weight gradients take
-one operand as it is (`kernels.weight_gradient`). Elsewhere a kernel of its own follows cuBLASLt's GEMMs
-(`kernels.gelu`), and h is kept in bfloat16.
+Where it fits, the activation and its derivative are inside the GEMMs. Then its input h is not stored: the backward
+keeps the result z in FP8, and with GELU its derivative's codes, as many bytes. Nothing of the hidden layer is
+transposed: its weight gradients take one operand as it is (`kernels.weight_gradient`). Elsewhere a kernel of its own
+follows cuBLASLt's GEMMs (`kernels.activation`), and h is kept in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.kernels.activation import activation_backward_cast, activation_cast
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
 from gpt2_fp8.kernels.formats import Slot
-from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product import Activated, Operands, fits, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import (
+    Activated,
+    Kind,
+    Operands,
+    fits,
+    product_activation,
+    product_activation_backward,
+)
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import LayerNormMLP
@@ -118,39 +125,40 @@ def add_vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> None
     reduce_columns(partial, parameter.grad, add)
 
 
-def gelu_forward(
-    fc1: FP8Linear, fc2: FP8Linear, x8: Tensor, again: bool = False
+def mlp_forward(
+    kind: Kind, fc1: FP8Linear, fc2: FP8Linear, x8: Tensor, again: bool = False
 ) -> tuple[Tensor | None, Tensor | Activated]:
-    """Compute gelu(h) in FP8 [M, f] for h = fc1(x8), and what `gelu_backward` needs of it.
+    """Compute the activation z in FP8 [M, f] of h = fc1(x8), and what `mlp_backward` needs of it.
 
     x8: [M, d]. `again`: only the latter is computed, with the same bits; the first result is None or unused.
     """
     slot = fc2.slot("input")
     if fits(x8, fc1.w8):
-        activated = product_gelu(fc1.operands(x8), fc1.bias, slot)
+        activated = product_activation(kind, fc1.operands(x8), fc1.bias, slot)
         return activated.q, activated
     h = fc1.forward(x8)
-    return None if again else gelu_cast(h, slot), h
+    return None if again else activation_cast(kind, h, slot), h
 
 
-def gelu_backward(
-    fc1: FP8Linear, fc2: FP8Linear, mlp: LayerNormMLP, gradient: tuple[Tensor, Tensor], kept: Tensor | Activated,
-    x8t: Tensor,
+def mlp_backward(
+    kind: Kind, fc1: FP8Linear, fc2: FP8Linear, mlp: LayerNormMLP, gradient: tuple[Tensor, Tensor],
+    kept: Tensor | Activated, x8t: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of fc1's input, bfloat16 [M, d].
 
-    gradient: that of fc2's result in FP8, [M, d] and [d, M]. kept: of `gelu_forward`. x8t: [d, M]. The gradients of
+    gradient: that of fc2's result in FP8, [M, d] and [d, M]. kept: of `mlp_forward`. x8t: [d, M]. The gradients of
     both weights and of fc1's bias are added to their `.grad`.
     """
     g8, g8t = gradient
-    slot = fc1.slot("gradient")
+    slot, of_z = fc1.slot("gradient"), fc2.slot("input")
     if isinstance(kept, Activated):
-        q, sums = product_gelu_backward(fc2.gradient_operands(g8), kept.slopes, slot)
+        operands = fc2.gradient_operands(g8)
+        q, sums = product_activation_backward(kind, operands, kept.slopes, of_z.scale_inv, slot)
         fc2.add_weight_gradient(mlp.fc2_weight, g8t, kept.q, as_is="input")
         fc1.add_weight_gradient(mlp.fc1_weight, q, x8t, as_is="gradient")
     else:
-        q, qt, yt, sums = gelu_backward_cast(fc2.input_gradient(g8), kept, slot, fc2.slot("input"))
-        fc2.add_weight_gradient(mlp.fc2_weight, g8t, yt)
+        q, qt, zt, sums = activation_backward_cast(kind, fc2.input_gradient(g8), kept, slot, of_z)
+        fc2.add_weight_gradient(mlp.fc2_weight, g8t, zt)
         fc1.add_weight_gradient(mlp.fc1_weight, qt, x8t)
     add_vector_gradient(mlp.fc1_bias, sums)
     return fc1.input_gradient(q)

@@ -26,7 +26,7 @@ from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.kernels import embedding
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
-from gpt2_fp8.kernels.product import Activated
+from gpt2_fp8.kernels.product import Activated, Kind
 from gpt2_fp8.kernels.rotary import Turns
 from gpt2_fp8.layers import fp8_linear, reference, te
 from gpt2_fp8.layers.attention import attention
@@ -59,7 +59,7 @@ class Attended(NamedTuple):
 class Hidden(NamedTuple):
     """What a block's backward needs of its MLP's hidden layer."""
 
-    gelu: Tensor | Activated  # see `fp8_linear.gelu_forward`
+    activated: Tensor | Activated  # see `fp8_linear.mlp_forward`
     y8t: Tensor  # the transposed input of its GEMM, FP8 [d, M]
     statistics: Statistics  # of the normalisation before it
 
@@ -97,6 +97,8 @@ class Block(nn.Module):
         self.attention = attention(heads, kernel, norm.epsilon)
         self.projection = reference.Linear(heads.queries, d, bias)
         self.mlp = reference.LayerNormMLP(d, spec.mlp, norm, bias)
+        assert spec.mlp.kind != "swiglu", "`config.backend_support` refuses it"
+        self.activation: Kind = spec.mlp.kind
         self.linears = FP8Linears(*(FP8Linear(scales) for _ in range(4)))
         self.below = [below]  # in a list: it is not a submodule of this one
         self.received: Received | None = None  # the gradient of the output, in FP8
@@ -127,7 +129,7 @@ class Block(nn.Module):
         return Attended(projection.forward(o8, add=x), packed, attended, y8t, o8t, statistics)
 
     def compute_hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
-        """Compute the MLP's GELU, FP8 [M, f], and what its backward needs.
+        """Compute the MLP's hidden layer, FP8 [M, f], and what its backward needs.
 
         `again`: only the latter is computed; the first result is None or unused.
         """
@@ -135,7 +137,7 @@ class Block(nn.Module):
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.epsilon, fc1.slot("input")
         )
-        z8, kept = fp8_linear.gelu_forward(fc1, fc2, y8, again)
+        z8, kept = fp8_linear.mlp_forward(self.activation, fc1, fc2, y8, again)
         return z8, Hidden(kept, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None, turns: Turns | None = None) -> Tensor:
@@ -204,7 +206,7 @@ def _mlp_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) ->
     mlp, fc1, fc2 = block.mlp, block.linears.fc1, block.linears.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
     add_vector_gradient(mlp.fc2_bias, sums)
-    dy = fp8_linear.gelu_backward(fc1, fc2, mlp, (g8, g8t), hidden.gelu, hidden.y8t)
+    dy = fp8_linear.mlp_backward(block.activation, fc1, fc2, mlp, (g8, g8t), hidden.activated, hidden.y8t)
     slot = block.linears.projection.slot("gradient")
     result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
     add_vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])

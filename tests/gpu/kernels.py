@@ -11,10 +11,10 @@ import torch
 from gpt2_fp8.kernels.formats import LARGEST, Slot
 
 WHERE = {
+    "activation": "activation_backward_cast activation_cast",
     "cast": "cast_transpose empty_pair reduce_columns",
     "cross_entropy": "fused_cross_entropy",
     "embedding": "embed embedding_gradient positions_gradient",
-    "gelu": "gelu_backward_cast gelu_cast",
     "layer_norm": "Statistics layer_norm_backward layer_norm_cast layer_norm_transposed",
     "probabilities": "choose_frequent compute_references probability_rows product_probabilities",
     "rotary": "prepare_heads prepare_heads_backward",
@@ -32,6 +32,7 @@ def __getattr__(name):
 
 DEVICE = "cuda"
 E4M3, E5M2 = FORMATS = list(LARGEST)
+KINDS = ["gelu", "relu_squared"]
 SHAPES = [(128, 128), (256, 384), (16, 16), (48, 144), (80, 48), (272, 768), (16, 1600), (48, 2064)]
 LARGE = [(2064, 4112), (4112, 4112)]  # a program handles two tiles, or four; the last one's lie partly outside
 # as it is; so large that normal values saturate; small enough for subnormal numbers and zeros

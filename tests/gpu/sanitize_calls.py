@@ -11,10 +11,10 @@ import itertools
 import torch
 
 from gpt2_fp8.kernels import (
+    activation,
     cast,
     cross_entropy,
     embedding,
-    gelu,
     layer_norm,
     nvrtc,
     probabilities,
@@ -23,13 +23,14 @@ from gpt2_fp8.kernels import (
 )
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import PAIRS
-from gpt2_fp8.kernels.product import Operands, fits, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import Kind, Operands, fits, product_activation, product_activation_backward
 from gpt2_fp8.kernels.softmax_cast import softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
+KINDS: tuple[Kind, ...] = ("gelu", "relu_squared")
 PRODUCTS = [(64, 128, 128), (448, 384, 256), (256, 256, 1024)]  # M, N, K
 
 
@@ -63,10 +64,12 @@ def norms() -> None:
     for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064), (80, 4096)]:
         x, weight, bias = values(m, n), values(n, dtype=torch.float32), values(n, dtype=torch.float32)
         layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E5M2), both=False)
-        layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slot(E4M3), values(m, dtype=torch.float32))
-        _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E4M3))
-        for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
-            layer_norm.layer_norm_backward(values(m, n), x, statistics, weight, residual, given)
+        for given_bias in (bias, None):
+            factors = values(m, dtype=torch.float32)
+            layer_norm.layer_norm_transposed(x, weight, given_bias, 1e-5, slot(E4M3), factors)
+            _, _, statistics = layer_norm.layer_norm_cast(x, weight, given_bias, 1e-5, slot(E4M3))
+            for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
+                layer_norm.layer_norm_backward(values(m, n), x, statistics, weight, residual, given)
 
 
 def softmaxes() -> None:
@@ -79,10 +82,10 @@ def softmaxes() -> None:
         target_rows(logits, wanted, exponents, gradient, of_loss, (weight, number(0.2)), (inputs, number(0.3)))
 
 
-def gelus() -> None:
-    for shape, dtype in itertools.product([(16, 16), (144, 272)], FORMATS):
-        gelu.gelu_cast(values(*shape), slot(dtype))
-        gelu.gelu_backward_cast(values(*shape), values(*shape), slot(dtype), slot(E4M3))
+def activations() -> None:
+    for kind, shape, dtype in itertools.product(KINDS, [(16, 16), (144, 272)], FORMATS):
+        activation.activation_cast(kind, values(*shape), slot(dtype))
+        activation.activation_backward_cast(kind, values(*shape), values(*shape), slot(dtype), slot(E4M3))
 
 
 def products() -> None:
@@ -91,11 +94,12 @@ def products() -> None:
         of_a, b = {dtype: values(m, k).to(dtype) for dtype in FORMATS}, values(n, k).to(E4M3)
         forward = Operands(of_a[E4M3], b, *scales)
         assert fits(of_a[E4M3], b), (m, n, k)
-        for bias in (None, values(n)):
-            _, slopes = product_gelu(forward, bias, slot(E4M3))
-        for dtype in FORMATS:
-            operands = Operands(of_a[dtype], b, *scales)
-            product_gelu_backward(operands, slopes, slot(dtype))
+        for kind in KINDS:
+            for bias in (None, values(n)):
+                _, slopes = product_activation(kind, forward, bias, slot(E4M3))
+            for dtype in FORMATS:
+                operands = Operands(of_a[dtype], b, *scales)
+                product_activation_backward(kind, operands, slopes, number(1 / 16), slot(dtype))
 
 
 def heads() -> None:
@@ -162,7 +166,9 @@ def run(*calls) -> None:
 def main() -> None:
     if reason := nvrtc.why_missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
-    run(casts, norms, softmaxes, gelus, entropies, embeddings, products, heads, heads_of_queries, weight_gradients)
+    run(
+        casts, norms, softmaxes, activations, entropies, embeddings, products, heads, heads_of_queries, weight_gradients
+    )
     nvrtc.processors = lambda device: 2  # blocks with many tiles each
     run(norms, products, heads, weight_gradients)
     print(DONE, flush=True)

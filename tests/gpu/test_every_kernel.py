@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product import Operands, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product import Operands, product_activation, product_activation_backward
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from tests.gpu import (
     kernels,
@@ -14,18 +14,21 @@ from tests.gpu import (
     test_softmax_cast,
     test_weight_gradient,
 )
-from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, bits, normal, slot_of
+from tests.gpu.kernels import DEVICE, E4M3, E5M2, FORMATS, KINDS, bits, normal, slot_of
 from tests.kernels.rotary_cases import Case
 
 pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 
-PRODUCTS = ["product_gelu", "product_gelu_backward", "product_probabilities", "weight_gradient"]
-SLOTTED = ["cast", "layer_norm_forward", "layer_norm_backward", "gelu_forward", "gelu_backward"]
+OF_MLP = [f"product_{kind}{way}" for kind in KINDS for way in ("", "_backward")]
+OTHERS = ["product_probabilities", "weight_gradient"]
+PRODUCTS = OF_MLP + OTHERS
+OF_ROWS = ["layer_norm", "rms_norm", *KINDS]
+SLOTTED = ["cast", *(f"{name}_{way}" for name in OF_ROWS for way in ("forward", "backward"))]
 CASES = [(name, dtype) for name in SLOTTED for dtype in FORMATS]
-CASES += [("product_gelu", E4M3), ("product_gelu_backward", E5M2)]
+CASES += [(name, E5M2 if name.endswith("backward") else E4M3) for name in OF_MLP]
 # torch sorts the ids of the two embeddings in two ways
-WITHOUT_SLOT = [*PRODUCTS[2:], "softmax", "gemm", "heads of 64", "heads of 80", "embedding of 2 x 160", "embedding of 5 x 1024"]
-CASES += [(name, None) for name in WITHOUT_SLOT]
+EMBEDDINGS = ["embedding of 2 x 160", "embedding of 5 x 1024"]
+CASES += [(name, None) for name in [*OTHERS, *EMBEDDINGS, "softmax", "gemm", "heads of 64", "heads of 80"]]
 every = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 
 
@@ -39,25 +42,31 @@ def made(name, seed=0):
         return of_heads(int(name.split()[2]), seed)
     x, dy, residual = (normal(272, 768, seed=3 * seed + i) for i in range(3))
     weight, bias = normal(768, seed=7, dtype=torch.float32), normal(768, seed=8, dtype=torch.float32)
+    kind, _, way = name.rpartition("_")
+    bias = None if kind == "rms_norm" else bias
     other = slot_of(E4M3)  # made here: a graph cannot record that
     targets = test_softmax_cast.targets_of(272, 700).roll(seed)
 
     def forward(x, slot):
         q, qt, statistics = kernels.layer_norm_cast(x, weight, bias, 1e-5, slot)
-        return [q, qt, *statistics]
+        return [q, qt, *(tensor for tensor in statistics if tensor is not None)]
 
     def backward(dy, x, residual, slot):
         _, _, statistics = kernels.layer_norm_cast(x, weight, bias, 1e-5, other)
-        return kernels.layer_norm_backward(dy, x, statistics, weight, residual, slot)
+        dx, q, qt, sums = kernels.layer_norm_backward(dy, x, statistics, weight, residual, slot)
+        return [dx, q, qt, sums if bias is not None else sums[:, ::2]]
 
     return {
         "cast": ([x], lambda x, slot: kernels.cast_transpose(x, slot, sums=True)),
-        "layer_norm_forward": ([x], forward),
-        "layer_norm_backward": ([dy, x, residual], backward),
-        "gelu_forward": ([x], lambda h, slot: [kernels.gelu_cast(h, slot)]),
-        "gelu_backward": ([dy, x], lambda dy, h, slot: kernels.gelu_backward_cast(dy, h, slot, other)),
+        "norm_forward": ([x], forward),
+        "norm_backward": ([dy, x, residual], backward),
+        "activation_forward": ([x], lambda h, slot: [kernels.activation_cast(kind, h, slot)]),
+        "activation_backward": (
+            [dy, x],
+            lambda dy, h, slot: kernels.activation_backward_cast(kind, dy, h, slot, other),
+        ),
         "softmax": ([x, targets], lambda x, targets, slot: test_softmax_cast.compute(x, targets, 700)),
-    }[name]
+    }[f"activation_{way}" if kind in KINDS else f"norm_{way}" if kind.endswith("norm") else name]
 
 
 def of_products(name, seed):
@@ -65,10 +74,13 @@ def of_products(name, seed):
     if name == "weight_gradient":
         a, bt, *units = test_weight_gradient.normal(test_weight_gradient.SMALL, (E5M2, E4M3), seed)
         return [a, bt], lambda a, bt, slot: twice(640, 384, weight_gradient, a, bt, *units)
-    m, n, k = (192, 384, 256) if name == "product_probabilities" else (448, 3072, 768)
+    m, n, k = (192, 384, 256) if name in OTHERS else (448, 3072, 768)
     a, b, _, *units = test_gemm.operands(m, n, k, (E5M2 if name.endswith("backward") else E4M3, E4M3), seed=seed)
     bias, references = normal(n, seed=seed), torch.zeros(m, device=DEVICE)
-    slopes = torch.randint(0, 255, (m, n), generator=torch.Generator().manual_seed(seed)).to(DEVICE).byte()
+    kind = "relu_squared" if "relu" in name else "gelu"
+    # codes of GELU's slope, or numbers of E4M3 that are not negative and no NaN
+    slopes = torch.randint(0, 127, (m, n), generator=torch.Generator().manual_seed(seed)).to(DEVICE).byte()
+    slopes, z_scale_inv = slopes if kind == "gelu" else slopes.view(E4M3), torch.ones(1, device=DEVICE)
     targets = test_product_probabilities.targets_of(m, 300).roll(seed)
 
     def probabilities(of, targets, slot):  # without the targets' logits, which rows without a target have not
@@ -76,8 +88,11 @@ def of_products(name, seed):
 
     more, call = {
         "gemm": ([], lambda of, slot: twice(m, n, matmul, *of)),
-        "product_gelu": ([bias], lambda of, bias, slot: product_gelu(of, bias, slot)),
-        "product_gelu_backward": ([slopes], lambda of, slopes, slot: product_gelu_backward(of, slopes, slot)),
+        f"product_{kind}": ([bias], lambda of, bias, slot: product_activation(kind, of, bias, slot)),
+        f"product_{kind}_backward": (
+            [slopes],
+            lambda of, slopes, slot: product_activation_backward(kind, of, slopes, z_scale_inv, slot),
+        ),
         "product_probabilities": ([targets], probabilities),
     }[name]
     return [a, b, *more], lambda a, b, *given: call(Operands(a, b, *units), *given)

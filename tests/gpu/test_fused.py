@@ -242,14 +242,14 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
     assert error(handed, expected) == pytest.approx(error(apart, expected), rel=0.05)
 
 
-def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
+def test_products_with_an_activation_are_used_and_as_exact(monkeypatch):
     """Each block has one forward and one backward of them, and two weight gradients; products and kernels of their own
     give the same gradient, up to what bfloat16 and FP8 round in between."""
     from gpt2_fp8.layers import fp8_linear
 
     _, expected = gradients(build("reference"), tokens(), False, common.bf16)
     calls, found = [], {}
-    for name in ("product_gelu", "product_gelu_backward", "weight_gradient"):
+    for name in ("product_activation", "product_activation_backward", "weight_gradient"):
         real = getattr(fp8_linear, name)
         noted = functools.partial(lambda real, *given, **more: calls.append(1) or real(*given, **more), real)
         monkeypatch.setattr(fp8_linear, name, noted)

@@ -1,4 +1,4 @@
-"""Layer normalisation cast to FP8, its statistics and its backward, against float64."""
+"""LayerNorm and RMSNorm cast to FP8, their statistics and their backward, against float64."""
 
 import pytest
 import torch
@@ -16,40 +16,50 @@ SHAPES += [(8208, 144), (16432, 144), (16912, 1280), (16912, 1600), (48, 2048), 
 # one block of four rows in a forward, and a backward of one stage; with larger tiles and smaller ones
 SHAPES += [(8464, 2064), (48, 2304), (16912, 2304), (16912, 3072), (16, 4096), (80, 4096), (8464, 4096)]
 EPSILON = 1e-5
+of_norms = pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
 
 
-def parameters(n):
-    return normal(n, seed=2, dtype=torch.float32) * 0.2 + 1, normal(n, seed=3, dtype=torch.float32) * 0.1
+def parameters(n, rms=False):
+    """The weight and the bias of a norm; RMSNorm has none."""
+    weight, bias = normal(n, seed=2, dtype=torch.float32) * 0.2 + 1, normal(n, seed=3, dtype=torch.float32) * 0.1
+    return weight, None if rms else bias
 
 
 def exact_norm(x, weight, bias):
+    if bias is None:
+        return F.rms_norm(x.double(), x.shape[1:], weight.double(), EPSILON)
     return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), EPSILON)
 
 
 def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
     exact = x.double()
-    mean, variance = exact.mean(1), exact.var(1, correction=0)
-    torch.testing.assert_close(statistics.mean.double(), mean, rtol=mean_rtol, atol=1e-6)
+    variance = exact.square().mean(1)
+    if statistics.mean is not None:
+        mean, variance = exact.mean(1), exact.var(1, correction=0)
+        torch.testing.assert_close(statistics.mean.double(), mean, rtol=mean_rtol, atol=1e-6)
     torch.testing.assert_close(statistics.rstd.double(), (variance + EPSILON).rsqrt(), rtol=rstd_rtol, atol=0)
 
 
+@of_norms
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale", kernels.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward(shape, scale, dtype):
+def test_forward(shape, scale, dtype, rms):
     x = normal(*shape) * 2 + 0.5
-    weight, bias = parameters(shape[1])
+    weight, bias = parameters(shape[1], rms)
     slot, exact = slot_of(dtype, scale), exact_norm(x, weight, bias)
     q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
     kernels.assert_written(slot, exact, 1e-5 * exact.abs() + 4e-6, q, qt)
     assert_statistics(statistics, x, 1e-6, 1e-5)
+    assert (statistics.mean is None) == rms
 
 
+@of_norms
 @pytest.mark.parametrize("n", [144, 4096])
-def test_one_layout_is_the_first_of_both(n):
+def test_one_layout_is_the_first_of_both(n, rms):
     x = normal(80, n)
-    q, _, _ = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3))
-    alone, empty, _ = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(E4M3), both=False)
+    q, _, _ = layer_norm_cast(x, *parameters(n, rms), EPSILON, slot_of(E4M3))
+    alone, empty, _ = layer_norm_cast(x, *parameters(n, rms), EPSILON, slot_of(E4M3), both=False)
     assert torch.equal(alone.view(torch.uint8), q.view(torch.uint8))
     assert empty.numel() == 0
 
@@ -88,11 +98,12 @@ def test_constant_rows_give_the_bias():
     assert_transposed(q, qt)
 
 
+@of_norms
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_spoils_no_other(bad):
+def test_a_row_that_is_not_finite_spoils_no_other(bad, rms):
     x = normal(80, 144)
     x[5, 100] = bad
-    weight, bias = parameters(144)
+    weight, bias = parameters(144, rms)
     q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(E4M3))
     gradient = layer_norm_backward(normal(80, 144), x, statistics, weight, None, slot_of(E5M2))
     spoilt = torch.zeros_like(x, dtype=torch.bool)
@@ -115,28 +126,30 @@ def test_saturates(dtype):
     assert slot.amax.item() == pytest.approx(1e6, rel=1e-4)
 
 
-def exact_backward(dy, x, weight, residual):
-    given = [tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight))]
+def exact_backward(dy, x, weight, bias, residual):
+    given = [None if tensor is None else tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     exact_norm(*given).backward(dy.double())
-    dx, *others = (tensor.grad for tensor in given)
+    dx, *others = (None if tensor is None else tensor.grad for tensor in given)
     return dx + (0 if residual is None else residual.double()), *others
 
 
+@of_norms
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("dtype", [None, *FORMATS])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backward(shape, dtype, with_residual):
+def test_backward(shape, dtype, with_residual, rms):
     x, dy = normal(*shape) * 2 + 0.5, normal(*shape, seed=4)
     residual = normal(*shape, seed=5) if with_residual else None
-    weight, bias = parameters(shape[1])
+    weight, bias = parameters(shape[1], rms)
     slot = None if dtype is None else slot_of(dtype, 16.0)
     _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(E4M3))
     dx, q, qt, sums = layer_norm_backward(dy, x, statistics, weight, residual, slot)
-    exact, of_weight, of_bias = exact_backward(dy, x, weight, residual)
+    exact, of_weight, of_bias = exact_backward(dy, x, weight, bias, residual)
     assert dx.dtype == torch.bfloat16
     torch.testing.assert_close(dx.double(), exact, rtol=2.0**-8, atol=2e-5)
     torch.testing.assert_close(column_sums(sums[:, 0]), of_weight, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(column_sums(sums[:, 1]), of_bias, rtol=1e-5, atol=1e-3)
+    if not rms:
+        torch.testing.assert_close(column_sums(sums[:, 1]), of_bias, rtol=1e-5, atol=1e-3)
     if dtype is None:
         assert q.numel() == qt.numel() == 0
         return
@@ -144,11 +157,12 @@ def test_backward(shape, dtype, with_residual):
     kernels.assert_written(slot, exact, 1e-5 * exact.abs() + 1e-5, q, qt)
 
 
+@of_norms
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_backward_saturates(dtype):
+def test_backward_saturates(dtype, rms):
     x, residual = normal(80, 144), torch.zeros(80, 144, device=DEVICE, dtype=torch.bfloat16)
     residual[-1, -3:] = torch.tensor([1e30, -1e30, float("inf")]).to(residual)
-    weight, bias = parameters(144)
+    weight, bias = parameters(144, rms)
     slot = slot_of(dtype)
     _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(dtype))
     _, q, qt, _ = layer_norm_backward(torch.zeros_like(x), x, statistics, weight, residual, slot)

@@ -15,7 +15,8 @@ from tests.gpu import common, kernels
 from tests.gpu.common import VOCAB, calibrated, error, gradients, tokens
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, bits, probability_rows, product_probabilities, target_rows
 from tests.gpu.test_gemm import operands as normal_operands
-from tests.gpu.test_product_gelu import exact_product, whole
+from tests.gpu.test_layer_norm import exact_norm
+from tests.gpu.test_product_activation import exact_product, whole
 
 pytestmark = [pytest.mark.fp8, pytest.mark.usefixtures("hopper_kernels")]
 
@@ -198,10 +199,12 @@ def test_rows_at_targets_are_added():
     assert torch.count_nonzero(dy[targets < 0]) == 0
 
 
-def test_a_normalised_row_times_its_factor():
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_normalised_row_times_its_factor(rms):
     generator = torch.Generator(DEVICE).manual_seed(6)
     x = torch.randn(208, 256, device=DEVICE, generator=generator).bfloat16()
     weight, bias = (torch.randn(256, device=DEVICE, generator=generator) for _ in range(2))
+    bias = None if rms else bias
     slot = Slot(*(torch.full((1,), value, device=DEVICE) for value in (16.0, 1 / 16, 0.0)), E4M3)
     _, qt, _ = kernels.layer_norm_cast(x, weight, bias, 1e-5, slot)
     amax = slot.amax.clone()
@@ -210,7 +213,7 @@ def test_a_normalised_row_times_its_factor():
     )
     factors = torch.rand(208, device=DEVICE, generator=generator)
     ours = kernels.layer_norm_transposed(x, weight, bias, 1e-5, slot, factors)
-    exact = F.layer_norm(x.double(), (256,), weight.double(), bias.double(), 1e-5) * factors[:, None].double() * 16
+    exact = exact_norm(x, weight, bias) * factors[:, None].double() * 16
     off = (ours.double().t() - exact).abs()
     assert torch.all(off <= exact.abs() * 2**-4 * 1.01 + 2**-10)
     assert torch.equal(slot.amax, amax), "factors are no part of the amax"

@@ -51,15 +51,18 @@ def call_all():
             cast.cast_transpose(empty(ROWS, 768, dtype=dtype), slot, sums=dtype == torch.bfloat16)
     for n in (768, 1024, 1280, 1600, 3072, 4096):
         x, weight = empty(ROWS, n), empty(n, dtype=torch.float32)
-        _, _, statistics = layer_norm.layer_norm_cast(x, weight, weight, 1e-5, slots[0])
-        for residual in (None, x):
-            layer_norm.layer_norm_backward(x, x, statistics, weight, residual, slots[1])
+        for bias in (weight, None):
+            layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slots[0], empty(ROWS, dtype=torch.float32))
+            _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slots[0])
+            for residual in (None, x):
+                layer_norm.layer_norm_backward(x, x, statistics, weight, residual, slots[1])
     for k in (768, 1024):
         a, b = empty(ROWS, k, dtype=E4M3), empty(4 * k, k, dtype=E4M3)
         operands = product.Operands(a, b, one, one)
-        codes = product.product_gelu(operands, empty(4 * k), slots[0]).slopes
         back = product.Operands(a.view(E5M2), b, one, one)
-        product.product_gelu_backward(back, codes, slots[1])
+        for kind in ("gelu", "relu_squared"):
+            slopes = product.product_activation(kind, operands, empty(4 * k), slots[0]).slopes
+            product.product_activation_backward(kind, back, slopes, one, slots[1])
         probabilities.product_probabilities(operands, empty(ROWS, dtype=torch.float32), targets, 4 * k)
     for left, right, shape in ((E5M2, E4M3, (3072, 768)), (E4M3, E5M2, (768, 3072))):
         given = empty(ROWS, 3072, dtype=left), empty(768, ROWS, dtype=right), empty(*shape, dtype=torch.float32)

@@ -22,17 +22,17 @@ SPEC = BlockSpec(
 )  # fmt: skip
 ROPE = RoPE(100.0)
 MODERN = replace(
-    SPEC, norm=Norm("rms_norm", 1e-2), heads=Heads(2, 2, 12, qk_norm=True), positions=ROPE, bias=False, tied=False
-)
+    SPEC, norm=Norm("rms_norm", 1e-2), heads=Heads(2, 2, 12, qk_norm=True), positions=ROPE, bias=False, tied=False,
+    mlp=MLP("relu_squared", 32),
+)  # fmt: skip
 SPECS = {
     "GPT-2": SPEC, "RMSNorm": replace(SPEC, norm=Norm("rms_norm", 1e-2)), "RoPE": replace(SPEC, positions=ROPE),
     "QK-norm": replace(SPEC, heads=Heads(2, 2, 8, qk_norm=True)), "no biases": replace(SPEC, bias=False),
-    "larger heads": replace(SPEC, heads=Heads(2, 2, 12)), "all": MODERN,
+    "larger heads": replace(SPEC, heads=Heads(2, 2, 12)),
+    "squared ReLU": replace(SPEC, mlp=MLP("relu_squared", 32)), "all": MODERN,
 }  # fmt: skip
 
-
-def gelu(h):
-    return F.gelu(h, approximate="tanh")
+ACTIVATIONS = {"gelu": lambda h: F.gelu(h, approximate="tanh"), "relu_squared": lambda h: h.relu().square()}
 
 
 def add(parameter, gradient):
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         super().__init__()
 
     def slot(self, name):
-        return name
+        return SimpleNamespace(scale_inv=name)
 
     def refresh(self, weight, bias):
         self.w, self.bias = weight.detach(), 0 if bias is None else bias.detach()
@@ -72,64 +72,65 @@ class Linear(nn.Module):
 
 
 class Activated(NamedTuple):
-    """gelu(h), and gelu'(h) as it is."""
+    """z, and z'(h) as it is."""
 
     q: torch.Tensor
     slopes: torch.Tensor
 
 
-def product_gelu(operands, bias, slot):
+def product_activation(kind, operands, bias, slot):
     h = operands[0] @ operands[1] + bias
     with torch.enable_grad():
         h = h.requires_grad_()
-        y = gelu(h)
-        (slopes,) = torch.autograd.grad(y.sum(), h)
-    return Activated(y.detach(), slopes)
+        z = ACTIVATIONS[kind](h)
+        (slopes,) = torch.autograd.grad(z.sum(), h)
+    return Activated(z.detach(), slopes)
 
 
-def product_gelu_backward(operands, slopes, slot):
+def product_activation_backward(kind, operands, slopes, z_scale_inv, slot):
+    assert (z_scale_inv, slot.scale_inv) == ("input", "gradient")
     gradient = operands[0] @ operands[1] * slopes
     return gradient, gradient
 
 
-def gelu_backward_cast(g, h, slot, slot_y):
+def activation_backward_cast(kind, g, h, slot, slot_y):
     with torch.enable_grad():
         h = h.detach().requires_grad_()
-        z = gelu(h)
+        z = ACTIVATIONS[kind](h)
         (dh,) = torch.autograd.grad(z, h, g)
     return dh, dh.T, z.detach().T, dh
 
 
 def layer_norm_cast(x, weight, bias, epsilon, slot, both=True):
     y = reference.normalise(x, weight, bias, epsilon).detach()
-    mean = torch.zeros(len(x)).double() if bias is None else x.mean(1)
-    rstd = ((x - mean[:, None]).square().mean(1) + epsilon).rsqrt()
-    return y, y.T, SimpleNamespace(mean=mean, rstd=rstd, of_rms=bias is None)
+    mean = None if bias is None else x.mean(1)
+    variance = (x if mean is None else x - mean[:, None]).square().mean(1)
+    return y, y.T, SimpleNamespace(mean=mean, rstd=(variance + epsilon).rsqrt())
 
 
 def layer_norm_backward(dy, x, statistics, weight, residual, slot):
-    normalised = (x - statistics.mean[:, None]) * statistics.rstd[:, None]
-    g = dy * weight
-    mean = 0 if statistics.of_rms else g.mean(1, True)
-    dx = (g - mean - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
+    mean, g = statistics.mean, dy * weight
+    normalised = (x if mean is None else x - mean[:, None]) * statistics.rstd[:, None]
+    total = 0 if mean is None else g.mean(1, True)
+    dx = (g - total - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
     dx = (dx if residual is None else dx + residual).detach()
     return SimpleNamespace(dx=dx, q=dx, qt=dx.T, sums=torch.stack((dy * normalised, dy, dx), 1).detach())
 
 
-@pytest.fixture(params=["GELU in the GEMMs", "GELU between them"])
+@pytest.fixture(params=["activation in the GEMMs", "activation between them"])
 def fused(request, monkeypatch):
     with families():
         from gpt2_fp8.layers import fp8_linear
         from gpt2_fp8.layers import fused as module
 
-        fits = request.param == "GELU in the GEMMs"
+        fits = request.param == "activation in the GEMMs"
         for name, replacement in {
             "fits": lambda x, w: fits,
             "Activated": Activated,
-            "product_gelu": product_gelu,
-            "product_gelu_backward": product_gelu_backward,
-            "gelu_cast": lambda h, slot: gelu(h),
-            "gelu_backward_cast": gelu_backward_cast,
+            "product_activation": product_activation,
+            "product_activation_backward": product_activation_backward,
+            "activation_cast": lambda kind, h, slot: ACTIVATIONS[kind](h),
+            "activation_backward_cast": activation_backward_cast,
             "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
         }.items():
             monkeypatch.setattr(fp8_linear, name, replacement)

@@ -1,4 +1,6 @@
-// GELU in its tanh form and its derivative. See `gelu.py` for the arithmetic.
+// GELU in its tanh form and its derivative. See `activation.py` for the arithmetic.
+
+constexpr bool KEEPS_CODES = true;
 
 constexpr double FACTOR = -2.302208198144325;  // -2 sqrt(2/pi) log2(e)
 constexpr double CUBIC = 0.044715;
@@ -29,9 +31,12 @@ constexpr float BIT = 8388608;  // 2^23: to this added, a unit is the lowest bit
 __device__ __forceinline__ u32 to_code(float slope) {  // in the lowest byte
   return __float_as_uint(fmaf(slope, CODES, BIT + CODE_OF_ZERO));
 }
-__device__ __forceinline__ u32 pack_codes(const u32 (&code)[4]) {
-  return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-}
-__device__ __forceinline__ float codes_of_slope(u32 codes, int byte) {  // CODES gelu', from one byte of a word
+
+// z = gelu(h), and the code of gelu'(h).
+__device__ __forceinline__ u32 activate(float h, float& z) { return to_code(gelu_slope(h, z)); }
+
+// CODES gelu', from one byte of a word; and its unit.
+__device__ __forceinline__ float slope_of(u32 codes, int byte) {
   return __uint_as_float(__byte_perm(codes, __float_as_uint(BIT), 0x7440 + byte)) - (BIT + CODE_OF_ZERO);
 }
+__device__ __forceinline__ float unit_of_slope(const float*) { return 1.f / CODES; }

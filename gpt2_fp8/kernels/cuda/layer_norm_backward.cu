@@ -2,13 +2,14 @@
 
 // dy, x and, if RESIDUAL, residual [M, N] bfloat16, the rows' statistics -> dx [M, N] bfloat16, the residual added; if
 // CAST, q [M, N] and qt [N, M]: FP8 of dx times `scale`. sums_out [gridDim.x, 3, N]: of a block's rows, the gradients
-// of weight, of bias, and dx summed.
+// of weight, of bias, and dx summed. With RMS the norm is RMSNorm: there is no mean, and bias' sums are not written.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     const u8* __restrict__ dy, const u8* __restrict__ x, const u8* __restrict__ residual,
     const float* __restrict__ mean, const float* __restrict__ rstd, const float* __restrict__ weight,
     u8* __restrict__ dx, u8* __restrict__ q, u8* __restrict__ qt, float* __restrict__ sums_out,
     const float* __restrict__ scale, float* amax, int M) {
   constexpr int WARPS = THREADS / 32, PIECE = ROWS * N * 2, STAGE = PIECE * (RESIDUAL ? 3 : 2) + 8 * ROWS;
+  constexpr int SUMS = RMS ? ROWS : 2 * ROWS;  // of each row along itself, and with a mean of its gradient as well
   extern __shared__ __align__(128) u8 ring[];
   u32* words = reinterpret_cast<u32*>(ring + round_up(STAGES * STAGE));
   __shared__ float partial[2][WARPS * 2 * ROWS];
@@ -19,11 +20,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backwar
     if (ahead.none()) return;
     const u64 row = ahead.next();
     u8* to = ring + stage * STAGE;
-    announce(&full[stage], STAGE);
+    announce(&full[stage], STAGE - (RMS ? 4 * ROWS : 0));
     fetch(to, dy + row * N * 2, PIECE, &full[stage]);
     fetch(to + PIECE, x + row * N * 2, PIECE, &full[stage]);
     if (RESIDUAL) fetch(to + 2 * PIECE, residual + row * N * 2, PIECE, &full[stage]);
-    fetch(to + STAGE - 8 * ROWS, mean + row, 4 * ROWS, &full[stage]);
+    if (!RMS) fetch(to + STAGE - 8 * ROWS, mean + row, 4 * ROWS, &full[stage]);
     fetch(to + STAGE - 4 * ROWS, rstd + row, 4 * ROWS, &full[stage]);
   };
   if (threadIdx.x == 0)
@@ -42,11 +43,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backwar
       await(&full[stage], parity);
       const u8* here = ring + stage * STAGE + column * 2;
       const float* statistics = reinterpret_cast<const float*>(ring + (stage + 1) * STAGE - 8 * ROWS);
-      float g[ROWS][4], v[ROWS][4], sums[2 * ROWS], reciprocal[ROWS];
+      float g[ROWS][4], v[ROWS][4], sums[SUMS], reciprocal[ROWS];
       uint2 other[ROWS];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float centre = statistics[r];
+        const float centre = RMS ? 0 : statistics[r];
         reciprocal[r] = statistics[ROWS + r];
         uint2 of_dy = make_uint2(0, 0), of_x = of_dy;
         other[r] = of_dy;
@@ -56,23 +57,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backwar
           if (RESIDUAL) other[r] = *reinterpret_cast<const uint2*>(here + 2 * PIECE + r * N * 2);
         }
         unpack(of_dy, g[r]), unpack(of_x, v[r]);
-        sums[r] = sums[ROWS + r] = 0;
+        sums[r] = sums[SUMS - ROWS + r] = 0;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           v[r][c] = (v[r][c] - centre) * reciprocal[r];
           of_weight[c] += g[r][c] * v[r][c];
-          of_bias[c] += g[r][c];
+          if (!RMS) of_bias[c] += g[r][c];
           g[r][c] *= w[c];
           sums[r] += g[r][c] * v[r][c];
-          sums[ROWS + r] += g[r][c];
+          if constexpr (!RMS) sums[ROWS + r] += g[r][c];
         }
       }
-      const float means = over_block<2 * ROWS, WARPS>(sums, partial[turn ^= 1]) * (1.0f / N);
+      const float means = over_block<SUMS, WARPS>(sums, partial[turn ^= 1]) * (1.0f / N);
       if (threadIdx.x == 0) order(stage);  // all threads have read what was there
       if (++stage == STAGES) stage = 0, parity ^= 1;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float along = of_row(means, r), total = of_row(means, ROWS + r);
+        const float along = of_row(means, r), total = RMS ? 0 : of_row(means, ROWS + r);
         float more[4];
         unpack(other[r], more);
 #pragma unroll
@@ -99,6 +100,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backwar
     }
   }
   sums_out += static_cast<u64>(blockIdx.x) * 3 * N + column;
-  if (inside) store(sums_out, of_weight), store(sums_out + N, of_bias), store(sums_out + 2 * N, of_dx);
+  if (inside) {
+    store(sums_out, of_weight);
+    if (!RMS) store(sums_out + N, of_bias);
+    store(sums_out + 2 * N, of_dx);
+  }
   if (CAST) record(amax, largest);
 }

@@ -1,18 +1,22 @@
-// From g = a b^T, the gradient of gelu(h), and the codes of gelu'(h) (`product_gelu.cu`) to g gelu'(h) as FP8, with its
-// amax and sums of columns. g itself is never in memory.
+// From g = a b^T, the gradient of the activation z = z(h), and what `product_activation.cu` left for z'(h) (GELU: its
+// codes; squared ReLU: z itself) to g z'(h) as FP8, with its amax and sums of columns. g itself is never in memory.
 
 constexpr int PIECE = 16;
 
 #include "product.cuh"
+#if RELU_SQUARED
+#include "relu_squared.cuh"
+#else
 #include "gelu.cuh"
+#endif
 
-struct GeluBackward {
+struct ActivationBackward {
   Memory& memory;
   const u8* slopes;
   u8* q;
   float *sums_out, *amax;
   const int N, parts;
-  const float unit, factor;  // of the sums times 202 gelu', to undo all scales; and to quantize the gradient
+  const float unit, factor;  // of the sums times `slope_of`, to undo all scales; and to quantize the gradient
   int first_column = 0;      // of the slab
   float largest = 0, totals[COLUMNS / 4] = {};
   u32 codes[2][PIECES][4];
@@ -53,7 +57,7 @@ struct GeluBackward {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const float sum = sums[(piece * 8 + four * 2 + k / 2) * 4 + s * 2 + k % 2];
-            d[s][k] = sum * codes_of_slope(codes[s][piece][four], k);
+            d[s][k] = sum * slope_of(codes[s][piece][four], k);
             largest = fmaxf(largest, fabsf(d[s][k]));
           }
           words[s][four] = fp8(d[s][0] * factor, d[s][1] * factor, d[s][2] * factor, d[s][3] * factor);
@@ -98,14 +102,14 @@ struct GeluBackward {
 };
 
 // map: of a [M, K]; b: [N, K]; slopes, q: [M, N]; sums_out: [parts, N].
-extern "C" __global__ void __launch_bounds__(THREADS, 1) product_gelu_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) product_activation_backward(
     const __grid_constant__ TensorMap map, const u8* __restrict__ b, const u8* __restrict__ slopes,
     u8* __restrict__ q, float* __restrict__ sums_out, const float* __restrict__ a_scale_inv,
     const float* __restrict__ b_scale_inv, const float* __restrict__ scale, float* __restrict__ amax, int M, int N,
-    int parts) {
+    int parts, const float* __restrict__ z_scale_inv) {
   extern __shared__ __align__(1024) u8 shared_memory[];
   Memory& memory = *reinterpret_cast<Memory*>(shared_memory);
-  const float unit = *a_scale_inv * *b_scale_inv * (1.f / CODES);
-  GeluBackward epilogue{memory, slopes, q, sums_out, amax, N, parts, unit, unit * *scale};
+  const float unit = *a_scale_inv * *b_scale_inv * unit_of_slope(z_scale_inv);
+  ActivationBackward epilogue{memory, slopes, q, sums_out, amax, N, parts, unit, unit * *scale};
   run_product(memory, &map, b, M, N, epilogue);
 }

@@ -1,9 +1,10 @@
-"""GELU (tanh form, Hendrycks & Gimpel 2016) and its derivative, fused with the quantization of their results.
+"""The MLP's activations and their derivatives, fused with the quantization of their results.
 
-With u = sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(2u): gelu(x) = x s, since tanh(u) = 2 sigmoid(2u) - 1.
+GELU (tanh form, Hendrycks & Gimpel 2016): with u = sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(2u) it is x s, since
+tanh(u) = 2 sigmoid(2u) - 1. Squared ReLU (So et al. 2021): r^2 with r = max(x, 0), and 2 r its derivative.
 
-A weight gradient needs gelu(x) transposed. The backward writes it, because it has x anyway. That costs the same as in
-the forward, and needs no memory in between.
+A weight gradient needs the result transposed. The backward writes it, because it has x anyway. That costs the same as
+in the forward, and needs no memory in between.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from gpt2_fp8.kernels import cast
 from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, store_transposed, tile_grid
 from gpt2_fp8.kernels.formats import Slot
+from gpt2_fp8.kernels.product import Kind
 
 STAGES = 3  # loads of the next tiles run while one is computed
 
@@ -33,36 +35,47 @@ def _sigmoid(x, square):
 
 
 @triton.jit
-def _gelu(h, groups, columns, number: tl.constexpr, M, N):
+def _activate(h, groups, columns, number: tl.constexpr, M, N, SQUARED: tl.constexpr):
     x = load_row(h, groups, columns, number, M, N)
-    return x * _sigmoid(x, x * x)
+    if SQUARED:
+        r = tl.where(x < 0.0, 0.0, x)  # NaN stays
+        y = r * r
+    else:
+        y = x * _sigmoid(x, x * x)
+    return y
 
 
 @triton.jit
-def _gelu_backward(dy, h, groups, columns, number: tl.constexpr, M, N):
-    """Compute the gradient of h, and gelu(h) again."""
+def _activate_backward(dy, h, groups, columns, number: tl.constexpr, M, N, SQUARED: tl.constexpr):
+    """Compute the gradient of h, and its activation again."""
     x = load_row(h, groups, columns, number, M, N)
-    square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before this, and an infinite square would give 0 * inf
-    s = _sigmoid(x, square)
-    y = x * s
-    slope = TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square
-    return load_row(dy, groups, columns, number, M, N) * (s + y * (1.0 - s) * slope), y
+    if SQUARED:
+        r = tl.where(x < 0.0, 0.0, x)
+        y = r * r
+        gradient = load_row(dy, groups, columns, number, M, N) * (2.0 * r)
+    else:
+        square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before this, and an infinite square would give 0 * inf
+        s = _sigmoid(x, square)
+        y = x * s
+        slope = TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square
+        gradient = load_row(dy, groups, columns, number, M, N) * (s + y * (1.0 - s) * slope)
+    return gradient, y
 
 
 @triton.jit
 def _forward(
     h, q, scale, amax, M, N, tiles,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SQUARED: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     factor = tl.load(scale)
     largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
     for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
         groups = tile * GROUPS + tl.arange(0, GROUPS)
-        y0 = _gelu(h, groups, columns, 0, M, N)
-        y1 = _gelu(h, groups, columns, 1, M, N)
-        y2 = _gelu(h, groups, columns, 2, M, N)
-        y3 = _gelu(h, groups, columns, 3, M, N)
+        y0 = _activate(h, groups, columns, 0, M, N, SQUARED)
+        y1 = _activate(h, groups, columns, 1, M, N, SQUARED)
+        y2 = _activate(h, groups, columns, 2, M, N, SQUARED)
+        y3 = _activate(h, groups, columns, 3, M, N, SQUARED)
         store_both(q, q, y0, y1, y2, y3, groups, columns, M, N, factor, False)
         largest = tl.maximum(largest, largest4(y0, y1, y2, y3))
     tl.atomic_max(amax, tl.max(largest))
@@ -71,7 +84,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy, h, q, qt, yt, sums, scale, scale_y, amax, M, N, tiles,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SQUARED: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     factor, factor_y = tl.load(scale), tl.load(scale_y)
@@ -79,10 +92,10 @@ def _backward(
     total = tl.zeros([GROUPS, COLUMNS], tl.float32)
     for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
         groups = tile * GROUPS + tl.arange(0, GROUPS)
-        d0, y0 = _gelu_backward(dy, h, groups, columns, 0, M, N)
-        d1, y1 = _gelu_backward(dy, h, groups, columns, 1, M, N)
-        d2, y2 = _gelu_backward(dy, h, groups, columns, 2, M, N)
-        d3, y3 = _gelu_backward(dy, h, groups, columns, 3, M, N)
+        d0, y0 = _activate_backward(dy, h, groups, columns, 0, M, N, SQUARED)
+        d1, y1 = _activate_backward(dy, h, groups, columns, 1, M, N, SQUARED)
+        d2, y2 = _activate_backward(dy, h, groups, columns, 2, M, N, SQUARED)
+        d3, y3 = _activate_backward(dy, h, groups, columns, 3, M, N, SQUARED)
         store_transposed(yt, y0 * factor_y, y1 * factor_y, y2 * factor_y, y3 * factor_y, groups, columns, M, N)
         store_both(q, qt, d0, d1, d2, d3, groups, columns, M, N, factor, True)
         largest = tl.maximum(largest, largest4(d0, d1, d2, d3))
@@ -91,32 +104,32 @@ def _backward(
     tl.store(sums + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, axis=0), mask=columns < N)
 
 
-def gelu_cast(h: Tensor, slot: Slot) -> Tensor:
-    """Quantize gelu(h), h [M, N] bfloat16, with the slot's scale to FP8 [M, N]. M is a multiple of 4."""
+def activation_cast(kind: Kind, h: Tensor, slot: Slot) -> Tensor:
+    """Quantize the activation of h [M, N], bfloat16, with the slot's scale to FP8 [M, N]. M is a multiple of 4."""
     assert h.is_contiguous()
     m, n = h.shape
     q, _ = empty_pair(m, n, slot.dtype, h.device, both=False)
     grid, tiles = tile_grid(m, n)
     _forward[grid](
         h, q, slot.scale, slot.amax, m, n, tiles,
-        GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
+        SQUARED=kind == "relu_squared", GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
     )  # fmt: skip
     return q
 
 
-class GeluGradient(NamedTuple):
-    """The result of `gelu_backward_cast`."""
+class ActivationGradient(NamedTuple):
+    """The result of `activation_backward_cast`."""
 
     q: Tensor  # FP8 [M, N] and [N, M] of the gradient times its slot's scale
     qt: Tensor
-    yt: Tensor  # FP8 [N, M] of gelu(h) times its slot's scale
+    yt: Tensor  # FP8 [N, M] of the activation times its slot's scale
     sums: Tensor  # partial column sums of the gradient, float32 [P, N]
 
 
-def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> GeluGradient:
-    """Compute dy gelu'(h), quantized with `slot`, and gelu(h) again, quantized with `slot_y`.
+def activation_backward_cast(kind: Kind, dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> ActivationGradient:
+    """Compute dy y'(h), y the activation, quantized with `slot`, and y(h) again, quantized with `slot_y`.
 
-    dy, h: bfloat16 [M, N]. The amax of gelu(h) was already recorded by `gelu_cast`.
+    dy, h: bfloat16 [M, N]. The amax of y was already recorded by `activation_cast`.
     """
     assert all(t.is_contiguous() for t in (dy, h))
     m, n = h.shape
@@ -126,6 +139,6 @@ def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> GeluG
     sums = torch.empty(grid[1], n, dtype=torch.float32, device=h.device)
     _backward[grid](
         dy, h, q, qt, yt, sums, slot.scale, slot_y.scale, slot.amax, m, n, tiles,
-        GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
+        SQUARED=kind == "relu_squared", GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
     )  # fmt: skip
-    return GeluGradient(q, qt, yt, sums)
+    return ActivationGradient(q, qt, yt, sums)
