@@ -24,6 +24,11 @@ OPTIONS = {
     "QK-norm": {"qk_norm": True},
     "SwiGLU": {"mlp": "swiglu", "mlp_width": 640},
     "SwiGLU without biases": {"mlp": "swiglu", "bias": False},
+    "squared ReLU": {"mlp": "relu_squared", "mlp_width": 640},
+    "a block of 2026": {
+        "mlp": "relu_squared", "bias": False, "norm": "rms_norm", "positions": "rope", "qk_norm": True,
+        "head_size": 128, "n_head": 2, "tied_head": False,
+    },
     "an untied head": {"tied_head": False},
     "heads of 128": {"head_size": 128},
     "heads of 32": {"head_size": 32, "n_head": 8},
@@ -34,7 +39,7 @@ OPTIONS = {
         "depth_scaled_init": False,
     },
 }  # fmt: skip
-WHOLE = ["SwiGLU", "all together"]  # what is tried with recomputation
+WHOLE = ["SwiGLU", "squared ReLU", "all together"]  # what is tried with recomputation
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 

@@ -14,6 +14,7 @@ from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from tests.common import CONFIG, VOCAB, ids
 from tests.common import build as plain
+from tests.model.options import MODERN
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DELAYED = DelayedScaling(history=4, margin=1, most_recent=False, forward=E4M3, gradient=E5M2)
@@ -92,6 +93,7 @@ OPTIONS = {
     "GPT-2's": {},
     "Llama's": {"norm": "rms_norm", "mlp": "swiglu", "mlp_width": 96, "positions": "rope", "bias": False,
                 "tied_head": False, "n_kv_head": 1, "qk_norm": True},
+    "of 2026": MODERN,
 }  # fmt: skip
 
 
