@@ -25,7 +25,7 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
 from gpt2_fp8.model.gpt2 import INITIAL_STD
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.sharding import local
+from gpt2_fp8.runtime.sharding import free_gathered, local
 
 PASSES = 2
 JUMP = 2.0**10
@@ -215,10 +215,12 @@ def _zeros_drawn(model: nn.Module) -> Iterator[None]:
     try:
         for values in empty:
             values.normal_(0.0, INITIAL_STD, generator=torch.Generator(values.device).manual_seed(0))
+        free_gathered(model)
         yield
     finally:
         for values in empty:
             values.zero_()
+        free_gathered(model)
 
 
 def limit_amaxes(history: Tensor, new: slice) -> Tensor:
