@@ -202,7 +202,7 @@ ALIASES = {
     "use_fp8": "precision=fp8_hybrid", "fp8_recipe": "recipe=delayed, current or block",
     "wandb_project": "'logger=[default,wandb]' logger.wandb.project=NAME",
     "wandb": "logger.wandb, with 'logger=[default,wandb]'", "device": "trainer.accelerator",
-    "muon_lr": "optimizer.matrix_lr", "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval",
+    "muon_lr": "optimizer.matrix_lr", "unembedding_lr": "optim.head_lr", "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval",
     "epochs": "trainer.max_epochs",
     "save_steps": "callbacks.checkpoint_every_n_steps", "save_total_limit": "callbacks.keep_checkpoints",
     "logging_steps": "trainer.log_every_n_steps", "lr_decay_iters": "trainer.max_steps",

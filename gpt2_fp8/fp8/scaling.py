@@ -25,7 +25,7 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
 from gpt2_fp8.model.gpt2 import INITIAL_STD
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.sharding import free_gathered, local
+from gpt2_fp8.runtime.sharding import free_gathered, is_zero, local
 
 PASSES = 2
 JUMP = 2.0**10
@@ -211,7 +211,7 @@ def _zeros_drawn(model: nn.Module) -> Iterator[None]:
     first gradients behind it would all be cast to 0, and then its own first values.
     """
     matrices = [p for p in model.parameters() if p.dim() == 2 and p.requires_grad]
-    empty = [local(p.detach()) for p in matrices if not bool(p.detach().any())]
+    empty = [local(p.detach()) for p in matrices if is_zero(p)]
     try:
         for values in empty:
             values.normal_(0.0, INITIAL_STD, generator=torch.Generator(values.device).manual_seed(0))
