@@ -44,9 +44,11 @@ class ModelConfig:
     rope_original_positions: Count | None = None  # the context before it was lengthened
     tied_head: bool = True  # the head's weight is the embedding's
     depth_scaled_init: bool = True  # weights into the residual stream begin smaller, by sqrt(2 n_layer)
+    zero_init: bool = False  # weights into the residual stream, and of an untied head, begin at 0
 
 
-FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")  # fields of ModelConfig; a resume may change them
+# fields of ModelConfig; a resume may change them
+FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init", "zero_init")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,9 @@ class OptimConfig:
     """Rates, decay and clipping; a linear warm-up and a schedule (engine/optim.py has the formulas)."""
 
     lr: Positive  # the peak
+    embedding_lr: Positive | None = None  # likewise of the tables of tokens and positions; null: lr
+    head_lr: Positive | None = None  # of an untied head's weight; null: lr
+    scalar_lr: Positive | None = None  # of parameters with one dimension, biases and normalisation; null: lr
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
     min_lr_ratio: Annotated[float, Range(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps

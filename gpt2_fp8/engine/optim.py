@@ -46,6 +46,7 @@ from gpt2_fp8.runtime import collectives, registry
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
 BATCH_BYTES = 1 << 27  # of Muon's updates in bfloat16 that are made orthogonal together
+_APART = {"head.weight": "head_lr", "positions.weight": "embedding_lr", "tokens.weight": "embedding_lr"}
 _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
 
@@ -68,7 +69,7 @@ def build_optimizer(
         return _fused_adamw(named, config)
     keys: dict[Tensor, Keys] = {parameter: Keys.of(seed, name) for name, parameter in named}
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    groups = [group | settings for group in _groups(named, config)]
+    groups = [settings | group for group in _groups(named, config)]
     return SmallAdamW(groups, keys)
 
 
@@ -92,10 +93,23 @@ def _fused_adamw(named: _Named, config: OptimConfig) -> AdamW:
 
 
 def _groups(named: _Named, config: OptimConfig) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Divide parameters, ordered by name, by their rates. The first group has `optim.lr`, and may be empty.
+
+    If head or tables have a rate of their own, each is a group, between the matrices of the blocks and the vectors.
+    That is also the order of their names: whatever the rates, the groups in a row hold the parameters in the same
+    order, by which a checkpoint has their state.
+    """
+    apart = _APART if config.head_lr or config.embedding_lr else {}
+    by_rate: dict[str, list[Tensor]] = {"lr": [], "head_lr": [], "embedding_lr": [], "scalar_lr": []}
+    for name, parameter in named:
+        by_rate[apart.get(name, "lr") if parameter.dim() >= 2 else "scalar_lr"].append(parameter)
+    groups = []
+    for key, parameters in by_rate.items():
+        rate = getattr(config, key) if key != "lr" else None  # which the optimizer itself is given
+        if parameters or key in ("lr", "scalar_lr"):
+            decay = config.weight_decay if key != "scalar_lr" else 0.0
+            groups.append({"params": parameters, "weight_decay": decay} | ({"lr": rate} if rate else {}))
+    return groups
 
 
 def _muon(model: nn.Module, named: _Named, config: OptimConfig, choice: MuonOptimizer) -> MuonAdamW:
@@ -113,12 +127,12 @@ def _muon(model: nn.Module, named: _Named, config: OptimConfig, choice: MuonOpti
 
 
 class MuonAdamW(Optimizer):
-    """Muon for the matrices of the blocks, and torch's fused AdamW for everything else: its two groups, then Muon's.
+    """Muon for the matrices of the blocks, and torch's fused AdamW for everything else: its groups, then Muon's.
 
     If what `skip_where` has told it is 1, a step changes nothing, and the host does not wait to know.
 
     Args:
-        adamw: has the two groups of all other parameters. It is used, and its groups and state are this optimizer's.
+        adamw: has the groups of all other parameters. It is used, and its groups and state are this optimizer's.
         matrices: with two dimensions, in float32.
         rows: of a matrix that holds several, the rows of each.
         lr, weight_decay, momentum, steps: of the matrices; `steps` are Newton-Schulz iterations.

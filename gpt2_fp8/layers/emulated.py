@@ -28,7 +28,7 @@ from gpt2_fp8.layers.block import embed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
 from gpt2_fp8.layers.fp8_cast import BLOCK, Operand, Recipe, amax, cast, uncast
 
-# Results that go into the residual stream are not rounded. GELU and its gradient are computed in float32.
+# Results that go into the residual stream are not rounded. The activation and its gradient are computed in float32.
 _RESULTS = {"qkv": (True, torch.bfloat16), "projection": (False, torch.float32),
             "fc1": (True, torch.float32), "fc2": (False, torch.float32)}  # fmt: skip
 

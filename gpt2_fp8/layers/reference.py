@@ -80,7 +80,7 @@ class Linear(nn.Module):
 class LayerNormMLP(nn.Module):
     """A normalisation, a linear to the hidden layer, its activation, and a linear back. x, y: [..., n_embd].
 
-    The activation is GELU (tanh form, as GPT-2), or SwiGLU: SiLU of the first half of `fc1`, times its second half.
+    The activation between them is `activate`'s.
     `fc1_product` and `fc2_product`: see `LayerNormLinear`.
     """
 
@@ -91,7 +91,7 @@ class LayerNormMLP(nn.Module):
         self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part] = NO_PARTS, recompute: bool = False
     ):
         super().__init__()
-        self.recompute, self.epsilon, self.gated = recompute, norm.epsilon, mlp.kind == "swiglu"
+        self.recompute, self.epsilon, self.kind = recompute, norm.epsilon, mlp.kind
         self.layer_norm_weight = _parameter(n_embd)
         self.layer_norm_bias = _norm_bias(n_embd, norm)
         self.fc1_weight = _parameter(mlp.projected, n_embd)
@@ -107,16 +107,20 @@ class LayerNormMLP(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
-        x = activate(self.fc1_product(x, self.fc1_weight, self.fc1_bias), self.gated)
+        x = activate(self.fc1_product(x, self.fc1_weight, self.fc1_bias), self.kind)
         return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
 
 
-def activate(h: Tensor, gated: bool) -> Tensor:
-    """Compute an MLP's activation of its hidden layer: SwiGLU's if it is `gated`, else GELU."""
-    if gated:
+def activate(h: Tensor, kind: str) -> Tensor:
+    """Compute an MLP's activation of its hidden layer, [..., projected] to [..., width]. `kind`: `MLP.kind`.
+
+    GELU is in its tanh form, as GPT-2's. SwiGLU is SiLU of the first half, times the second. Squared ReLU is
+    max(h, 0)^2 (So et al. 2021, arXiv 2109.08668).
+    """
+    if kind == "swiglu":
         gate, h = h.chunk(2, dim=-1)
         return F.silu(gate) * h
-    return F.gelu(h, approximate="tanh")
+    return F.relu(h).square() if kind == "relu_squared" else F.gelu(h, approximate="tanh")
 
 
 def angles(rope: RoPE, size: int, tokens: int, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+ACTIVATION = {"gelu": "gelu", "swiglu": "swiglu", "relu_squared": "srelu"}
 Region = Callable[[], AbstractContextManager[None]]
 
 
@@ -135,7 +136,7 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part]
     options = _normalisation(norm) | _options(bias)
     options["output_layer_init_method"] = options["init_method"]
     return _variant("LayerNormMLP", _region(bool(fp8)))(
-        n_embd, mlp.width, activation=mlp.kind, checkpoint=recompute, **options
+        n_embd, mlp.width, activation=ACTIVATION[mlp.kind], checkpoint=recompute, **options
     )
 
 
@@ -148,7 +149,7 @@ class SplitMLP(nn.Module):
 
     def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool):
         super().__init__()
-        self.recompute, self.gated = recompute, mlp.kind == "swiglu"
+        self.recompute, self.kind = recompute, mlp.kind
         self.fc1 = layer_norm_linear(n_embd, mlp.projected, norm, bias, "fc1" in fp8)
         self.fc2 = linear(mlp.width, n_embd, bias, "fc2" in fp8)
         self._lent: list[tuple[nn.Module, str, str]] = []  # a layer, and the names of a parameter there and here
@@ -176,7 +177,7 @@ class SplitMLP(nn.Module):
         for layer, name, own in self._lent:  # each time: FSDP puts gathered ones into the place of its own
             object.__setattr__(layer, name, getattr(self, own))  # torch's own __setattr__ would register it there
         h = self.fc1(x, is_first_microbatch)
-        return self.fc2(reference.activate(h, self.gated), is_first_microbatch)
+        return self.fc2(reference.activate(h, self.kind), is_first_microbatch)
 
 
 class Attention(reference.Attention):

@@ -165,9 +165,13 @@ def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingSte
     if not registered:
         _check_moments(path, optimizer, checkpoint["optimizer_states"][0])
     before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
-    for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
-        own = {"initial_lr", "weight_decay"} if registered else fresh.keys() - {"params"}
-        saved.update({name: value for name, value in fresh.items() if name in own}, lr=lr)
+    of_index = {index: group for group in groups for index in group["params"]}
+    divided = []  # as the rates of `optim` divide parameters now, which keep their order (`engine.optim`)
+    for fresh, lr in zip(optimizer.state_dict()["param_groups"], rates, strict=True):
+        own = {"initial_lr", "weight_decay", "params"} if registered else fresh.keys()
+        saved = of_index.get(next(iter(fresh["params"]), None), groups[0])
+        divided.append(saved | {name: value for name, value in fresh.items() if name in own} | {"lr": lr})
+    checkpoint["optimizer_states"][0]["param_groups"] = divided
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(done, rates)]
     if isinstance(before, float) and f"{before:.1e}" != now:
         yield f"learning rate {now} from step {done + 1} on, {before:.1e} before: the schedule is not the checkpoint's"

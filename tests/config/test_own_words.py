@@ -42,6 +42,8 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
         ("optimizer=muon optimizer.matrix_lr=0.02 optim.schedule=warmup_stable_decay optim.decay_steps=30",
          "trainer.max_steps", 300,
          ["trainer.max_steps=600", KEPT[0], "optimizer.matrix_lr=0.002", *KEPT[1:], "optim.decay_steps=null"]),
+        ("optim.embedding_lr=0.02 optim.scalar_lr=0.01", "trainer.max_steps", 300,
+         ["trainer.max_steps=600", KEPT[0], "optim.embedding_lr=0.002", "optim.scalar_lr=0.001", *KEPT[1:]]),
         ("optim.min_lr_ratio=0", "trainer.max_steps", 300, ["trainer.max_steps=600"]),  # at a rate of 0
     ],
 )  # fmt: skip

@@ -26,15 +26,24 @@ LLAMA = {
     "llama3_8b": (32, 32, 8, 4096, 14336, 8192, 128256, 5e5, False),  # config.json of Meta-Llama-3-8B
     "qwen3_0_6b": (28, 16, 8, 1024, 3072, 4096, 151936, 1e6, True),  # config.json of Qwen3-0.6B, at 4,096 positions
 }
+MODERN = {  # GPT-2's sizes in heads of 128
+    "gpt2_modern": (12, 6, 768, 1024),
+    "gpt2_modern_medium": (24, 8, 1024, 1024),
+    "gpt2_modern_large": (36, 10, 1280, 1024),
+}
 KEYS = ["n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width", "n_positions", "vocab_size", "rope_base", "tied_head"]
 GPT2_BLOCK = {
     "vocab_size": None, "dropout": 0.0, "bias": True, "n_kv_head": None, "head_size": None, "qk_norm": False,
     "norm": "layer_norm", "norm_epsilon": 1e-5, "mlp": "gelu", "mlp_width": None, "positions": "learned",
     "rope_base": None, "rope_scaling": None, "rope_low_freq_factor": None, "rope_high_freq_factor": None,
-    "rope_original_positions": None, "tied_head": True, "depth_scaled_init": True,
+    "rope_original_positions": None, "tied_head": True, "depth_scaled_init": True, "zero_init": False,
 }  # fmt: skip
 LLAMA_BLOCK = {
     **GPT2_BLOCK, "bias": False, "norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "depth_scaled_init": False,
+}  # fmt: skip
+MODERN_BLOCK = {  # RMSNorm, RoPE and QK-norm as Qwen3; the MLP of So et al. 2021; zeros and own head of modded-nanogpt
+    **GPT2_BLOCK, "bias": False, "qk_norm": True, "norm": "rms_norm", "mlp": "relu_squared", "positions": "rope",
+    "tied_head": False, "depth_scaled_init": False, "zero_init": True,
 }  # fmt: skip
 BESIDES = {
     "gpt2_optimized": {"n_kv_head": 4, "norm": "rms_norm"},
@@ -76,6 +85,11 @@ EXPERIMENTS = {
     },
     "llama3_small_tensorwise": {**TENSORWISE, "precision.keep_bf16": []},
     "llama3_small_tensorwise_first_last": {**TENSORWISE, "precision.keep_bf16": ["first", "last"]},
+    "gpt2_modern_muon": {  # this project's own
+        **HALF_A_COSINE, "model.name": "gpt2_modern", "data.name": "fineweb", "precision.name": "fp8_hybrid",
+        "optimizer.name": "muon", "optim.lr": 3e-3, "optimizer.matrix_lr": 3e-3, "optim.warmup_steps": 700,
+        "global_batch_size": 512, "trainer.max_steps": 19073,
+    },
     "llama3_small_blockwise": {**TENSORWISE, "recipe.name": "block", "precision.keep_bf16": []},
 }  # fmt: skip
 
@@ -86,18 +100,19 @@ def files(group):
 
 def shape(name):
     """All keys of a model, from its source."""
-    if name in GPT2:
-        sizes = dict(zip(("n_layer", "n_head", "n_embd", "n_positions"), GPT2[name], strict=True))
-        return {**GPT2_BLOCK, **sizes, **BESIDES.get(name, {}), "name": name}
+    if name in GPT2 or name in MODERN:
+        block, numbers = (GPT2_BLOCK, GPT2[name]) if name in GPT2 else (MODERN_BLOCK, MODERN[name])
+        sizes = dict(zip(("n_layer", "n_head", "n_embd", "n_positions"), numbers, strict=True))
+        return {**block, **sizes, **BESIDES.get(name, {}), "name": name}
     return {**LLAMA_BLOCK, **dict(zip(KEYS, LLAMA[name], strict=True)), **BESIDES.get(name, {}), "name": name}
 
 
 def test_every_file_has_its_row():
-    assert files("model") == GPT2.keys() | LLAMA.keys()
+    assert files("model") == GPT2.keys() | LLAMA.keys() | MODERN.keys()
     assert files("experiment") == EXPERIMENTS.keys()
 
 
-@pytest.mark.parametrize("name", [*GPT2, *LLAMA])
+@pytest.mark.parametrize("name", [*GPT2, *LLAMA, *MODERN])
 def test_a_model_is_the_one_that_was_published(name):
     """By every key: a value of the file that is left out or changed shows."""
     path = (conf_dir() / "model" / f"{name}.yaml").relative_to(conf_dir())

@@ -98,7 +98,7 @@ class LayerNormMLP(nn.Module):
         self.eps, self.activation, self.normalization = eps, activation, normalization
         self.layer_norm_weight = _parameter(hidden_size)
         self.layer_norm_bias = _norm_bias(hidden_size, normalization)
-        projected = {"gelu": 1, "swiglu": 2}[activation] * ffn_hidden_size
+        projected = {"gelu": 1, "swiglu": 2, "srelu": 1}[activation] * ffn_hidden_size
         self.fc1_weight, self.fc2_weight = _parameter(projected, hidden_size), _parameter(hidden_size, ffn_hidden_size)
         self.fc1_bias, self.fc2_bias = (_parameter(projected), _parameter(hidden_size)) if bias else (None, None)
 

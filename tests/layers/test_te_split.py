@@ -8,6 +8,7 @@ from gpt2_fp8.config.kept_layers import MLP as BOTH
 from gpt2_fp8.layers import reference, te
 
 KINDS = [("gelu", "layer_norm", True), ("gelu", "layer_norm", False), ("swiglu", "rms_norm", False)]
+KINDS += [("relu_squared", "rms_norm", False)]
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from tests.common import CONFIG, VOCAB, ids
 from tests.common import build as plain
+from tests.model.options import MODERN
 
 RECIPES = ["current", "rowwise"]
 LLAMA = replace(
@@ -54,7 +55,7 @@ def error(ours, expected):
     return ((ours - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, **MODERN)], ids=["gpt2", "llama", "2026"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_loss_and_gradients_are_near_the_plain_layers(settings, recipe, config):
     ours, theirs = build(settings, recipe, config=config), plain(config)

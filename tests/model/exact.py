@@ -57,6 +57,8 @@ def mlp(config, x, w):
         width = config.mlp_width or 4 * config.n_embd
         gate, up = h[..., :width], h[..., width:]
         h = gate / (1 + (-gate).exp()) * up
+    elif config.mlp == "relu_squared":
+        h = torch.where(h > 0, h * h, 0.0)
     else:
         h = 0.5 * h * (1 + (math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)).tanh())
     return linear(h, w, "mlp.fc2_")

@@ -5,6 +5,10 @@ from dataclasses import replace
 from tests.common import CONFIG
 
 LLAMA = {"bias": False, "norm": "rms_norm", "mlp": "swiglu", "mlp_width": 48, "positions": "rope"}
+MODERN = {
+    "bias": False, "qk_norm": True, "norm": "rms_norm", "mlp": "relu_squared", "positions": "rope", "tied_head": False,
+    "depth_scaled_init": False,
+}  # fmt: skip
 BANDS = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_positions": 64}
 OPTIONS = {
     "grouped-query attention": {"n_kv_head": 2},
@@ -18,11 +22,13 @@ OPTIONS = {
     "Llama 3's scaling": {"positions": "rope", "rope_base": 100.0, "rope_scaling": 8.0, **BANDS},
     "QK-norm": {"qk_norm": True},
     "SwiGLU": {"mlp": "swiglu"},
+    "squared ReLU": {"mlp": "relu_squared"},
     "an MLP's own width": {"mlp_width": 80},
     "no bias": {"bias": False},
     "an untied head": {"tied_head": False},
     "larger heads": {"head_size": 16},
     "smaller heads": {"head_size": 4},
+    "a block of 2026": MODERN,
     "all together": {
         **LLAMA, **BANDS, "n_kv_head": 2, "head_size": 16, "qk_norm": True, "norm_epsilon": 1e-6, "rope_base": 100.0,
         "rope_scaling": 8.0, "tied_head": False, "depth_scaled_init": False,

@@ -18,7 +18,8 @@ from tests.common import CONFIG, OPTIM, VOCAB, build
 from tests.layers.standins import FAMILIES, families
 
 MODELS = ["tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
-OPTIONS = ["gpt2_optimized", "llama3_small", "llama3_2_1b", "llama3_8b", "qwen3_0_6b"]  # which the fused layers lack
+OPTIONS = ["gpt2_optimized", "llama3_small", "llama3_2_1b", "llama3_8b", "qwen3_0_6b"]
+OPTIONS += ["gpt2_modern", "gpt2_modern_medium", "gpt2_modern_large"]  # which the fused layers lack
 WITH_FAMILIES = [(model, family) for model in MODELS for family in FAMILIES]
 WITH_FAMILIES += [(model, family) for model in OPTIONS for family in ("reference", "te")]
 # GPT-2 124M as checkpoints have it: a change of a name or a shape makes them unreadable.
@@ -100,6 +101,8 @@ def test_transformer_engine_is_told_what_the_block_is(configs, on_meta):
     assert {layer.eps for layer in (block.qkv, block.mlp, model.head)} == {block.attention.epsilon} == {1e-6}
     assert (block.attention.kernel.heads, block.attention.kernel.groups) == ((16, 128), 8)
     assert block.mlp.activation == "swiglu"
+    model = on_meta(configs["gpt2_modern"], "te", 50257)
+    assert (model.blocks[0].mlp.activation, model.blocks[0].mlp.fc1_bias) == ("srelu", None)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -154,7 +157,7 @@ def size(tensors):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu", "relu_squared"])
 def test_bytes_are_those_of_the_state(choice, mlp):
     config = replace(CONFIG, mlp=mlp, mlp_width=136, tied_head=mlp == "gelu")
     model = build(config)

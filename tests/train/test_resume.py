@@ -34,6 +34,17 @@ CASES = {
     "emulated, a block in bf16": [*EMULATED, "precision.keep_bf16=[first]", *TWO_BLOCKS],
     "torchao": [*TORCHAO, *TWO_BLOCKS],
     "every option": [*QWEN, "precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
+    "a block of 2026": [
+        "model=gpt2_modern",
+        "optim=tiny",
+        "trainer.max_steps=12",
+        "trainer.val_check_interval=5",
+        *EMULATED,
+        "optimizer=muon",
+        "optim.embedding_lr=1e-2",
+        "optim.head_lr=4e-3",
+        "optim.scalar_lr=5e-3",
+    ],
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
     "a mixture": MIXTURE,
 }
