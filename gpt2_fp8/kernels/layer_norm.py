@@ -5,6 +5,7 @@ The backward is fused with the addition of the residual stream's gradient and th
 There are two implementations. CUDA C++ (`cuda/layer_norm_*.cu`) keeps whole rows in a multiprocessor: the input is read
 from memory once, and the transposed layout is written in runs of as many bytes as there is room for. It is used if rows
 are short enough and it can be compiled; otherwise `layer_norm_tiles` is. Their results differ by the order of sums.
+RMSNorm is in CUDA C++ alone.
 """
 
 from __future__ import annotations
