@@ -61,6 +61,7 @@ def words(road, *more):
 
 
 ON_OWN_GPUS = {
+    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
     **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
     "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],
@@ -81,7 +82,6 @@ CASES = {
     ],
     "fsdp, one GPU": [Launch(words("bf16", *SMALL_LLAMA), gpus=1)],
     "fsdp, no memory": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory_on_all",))],
-    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "muon": [Launch(words("fused", *LONG, "optimizer=muon"))],
     "muon, one GPU": [Launch(words("fused", *LONG, "optimizer=muon"), gpus=1)],
     **{f"{road}, faults": [Launch(words(road, *SHORT), faults=("out_of_memory", "not_finite"))] for road in
@@ -226,7 +226,9 @@ def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
 def test_a_sharded_model_trains_as_one_gpu_does_and_goes_on_replicated(runs):
     """In FP8 on all GPUs, then on two by data parallelism; one GPU trains it in bf16."""
     sharded, alone = runs("fsdp"), runs("fsdp, one GPU")
-    assert [set(codes) for codes, _ in sharded.ends] == [{143}, {0}], sharded.output
+    (first, _), (second, _) = sharded.ends
+    assert 143 in first, sharded.ends[0][1]  # srun's other rank has a code of its own
+    assert set(second) == {0}, sharded.output
     assert set(alone.codes) == {0}, alone.output
     assert "layers     Transformer Engine" in sharded.ends[0][1]
     own, in_bf16 = (metrics(run.folder)["train_loss"] for run in (sharded, alone))
@@ -242,9 +244,10 @@ def test_out_of_memory_on_all_gpus_begins_a_sharded_step_again(runs):
     assert steps["loss"] == pytest.approx(list(metrics(one.folder)["train_loss"].values()), rel=2e-2)
 
 
+@own_gpus  # an agent ends the rank that waits; srun's variables have none
 def test_out_of_memory_on_one_gpu_ends_a_sharded_run_with_its_name(runs):
     run = runs("fsdp, no memory on one")
-    assert set(run.codes) == {2}, run.output
+    assert run.codes == [2], run.output
     assert run.output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, run.output
 
 

@@ -18,8 +18,8 @@ from tests.common import CONFIG, OPTIM, VOCAB, build
 from tests.layers.standins import FAMILIES, families
 
 MODELS = ["tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
-OPTIONS = ["gpt2_optimized", "llama3_small", "llama3_2_1b", "llama3_8b", "qwen3_0_6b"]
-OPTIONS += ["gpt2_modern", "gpt2_modern_medium", "gpt2_modern_large"]  # which the fused layers lack
+MODELS += ["gpt2_modern", "gpt2_modern_medium", "gpt2_modern_large"]
+OPTIONS = ["gpt2_optimized", "llama3_small", "llama3_2_1b", "llama3_8b", "qwen3_0_6b"]  # which the fused layers lack
 WITH_FAMILIES = [(model, family) for model in MODELS for family in FAMILIES]
 WITH_FAMILIES += [(model, family) for model in OPTIONS for family in ("reference", "te")]
 # GPT-2 124M as checkpoints have it: a change of a name or a shape makes them unreadable.
