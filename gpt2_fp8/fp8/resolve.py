@@ -78,8 +78,9 @@ class Plan:
         if isinstance(self.backend, Fused):
             return self.backend.slower()
         config = self.backend.config
-        is_second_choice = self.fp8 and config.precision.backend == "auto" and not backend_support.why_not_fused(config)
-        return nvrtc.why_missing() if is_second_choice and not why_no_hopper() else None
+        if self.device == "cpu" or not self.fp8 or config.precision.backend != "auto":
+            return None
+        return None if backend_support.why_not_fused(config) or why_no_hopper() else nvrtc.why_missing()
 
     @property
     def recipe(self) -> str | None:

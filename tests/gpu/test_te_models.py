@@ -124,12 +124,14 @@ def test_a_model_of_zeros_has_scales_before_its_first_step():
             assert 0.06 < amax < 0.13, "of 65,536 numbers and more, with a deviation of 0.02"
         for layer in (block.qkv, block.projection, block.mlp):
             assert scaling_state(layer, "scaling_bwd").amax_history.max() > 0
-    optimizer, weights = torch.optim.AdamW(plain.parameters(), lr=1e-3), dict(plain.named_parameters())
+    # A rate of a warm-up: at 1e-3 squares of the hidden layer grow by orders of magnitude a step, beyond any old scale.
+    optimizer, weights = torch.optim.AdamW(plain.parameters(), lr=1e-4), dict(plain.named_parameters())
     for step in range(5):
         loss, found = gradients(ours, tokens(seed=step), True, fp8.forward_context)
         expected_loss, expected = gradients(plain, tokens(seed=step), False, bf16)
         assert loss == pytest.approx(expected_loss, rel=3e-3), step
         far = {name: (found[name] - g).norm().item() / (g.norm().item() + 1e-9) for name, g in expected.items()}
+        assert error(found, expected) < 0.15, step
         assert max(far[name] for name in far if weights[name].dim() == 2) < 0.3, (step, far)
         optimizer.step()
         with torch.no_grad():  # else Adam's first updates, which are signs, would part the two
