@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -73,6 +74,29 @@ def test_what_fp8_costs(script, capsys):
         assert "fp32          1  5." in capsys.readouterr().out
     found = json.loads(Path("study/fp32/seed-1/summary.json").read_text())
     assert (found["steps"], found["precision"]["ran"]) == (5, "fp8_hybrid")
+
+
+def test_the_time_to_a_loss(script, tmp_path, capsys):
+    """Losses that fall with log tokens; one method needs half the tokens, and the horizons of another are too short."""
+    curves = {"bf16": 1.0, "muon": 0.5, "short": 0.5}
+    horizons = {"bf16 @ whole": 100, "muon @ a": 40, "muon @ b": 60, "short @ a": 10, "short @ b": 20}
+    study = {"conditions": {name: [] for name in horizons}}
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    for name, millions in horizons.items():
+        for seed, luck in ((1, 0.01), (2, -0.01)):
+            tokens = millions * 1_000_000
+            loss = 8 - 0.25 * math.log(tokens / curves[name.partition(" ")[0]]) + luck
+            folder = tmp_path / name.replace(" @ ", "_").replace(" ", "_") / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            found = {"status": "completed", "tokens": tokens, "last_val_loss": loss}
+            (folder / "summary.json").write_text(json.dumps(found))
+    script("time_to_loss").main([str(tmp_path), "--speeds", "bf16=1e6", "muon=2e6"])
+    goal, _, _, of_bf16, of_muon, of_short = capsys.readouterr().out.splitlines()
+    assert goal == f"L* = {8 - 0.25 * math.log(1e8):.4f} (0.0100), of bf16"
+    assert of_bf16 == "| bf16 | 2 | 100.0 (0.0) | 100.0 | 1.000 (0.000) |"
+    # exp of the mean of two that luck moves by 0.01 / 0.25 of log tokens, and L* by as much
+    assert of_muon == f"| muon | 2 | 50.0 ({50 * math.hypot(0.04, 0.04):.1f}) | 25.0 | 0.250 (0.014) |"
+    assert "do not bracket" in of_short
 
 
 def test_pictures(script, tmp_path):
