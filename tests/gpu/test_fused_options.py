@@ -202,6 +202,17 @@ def test_attention_matches_float64(flash, n_head, size, batch, positions, rope, 
         assert (ours.double() - exact).abs().max() < 0.04 * exact.abs().max(), i
 
 
+def test_gradients_of_attention_are_parts_of_one(flash, monkeypatch):
+    """They are not copied: FlashAttention 4's, nor cuDNN's, which Transformer Engine calls."""
+    found, real = [], attention._whole
+    monkeypatch.setattr(attention, "_whole", lambda *given: found.append(real(*given)) or found[-1])
+    ids = tokens(4)
+    model, fp8 = calibrated("fused", ids=ids, config=ALL)
+    found.clear()
+    gradients(model, ids, True, fp8.forward_context)
+    assert [whole is not None for whole in found] == [True] * ALL.n_layer
+
+
 def test_an_evaluation_and_text_leave_training_as_it_was():
     ids = tokens(4)
     losses = []
