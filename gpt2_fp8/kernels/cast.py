@@ -5,10 +5,6 @@ weight gradient is stored twice: as it is [M, N] and transposed [N, M]. One kern
 
 `cast_transpose` is in CUDA C++ (`cuda/cast.cu`): its blocks read and write whole lines of memory.
 
-What kernels in Triton need for both layouts is here too (`store_both`). Moving single bytes between threads is slow. So
-a program handles rows in groups of four. It loads the first, second, third and fourth rows of all groups as four tiles.
-Then it packs the four bytes of a group and column into one word. Threads exchange words, a quarter as many.
-
 Every kernel takes a `Slot`: the scale to multiply by, and where to record the amax. Delayed scaling turns the amax into
 the scale of later steps. Conversion saturates; NaN stays NaN.
 """
@@ -23,65 +19,8 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.formats import Slot
 
-GROUPS, COLUMNS, WARPS = 16, 64, 4  # in Triton: a tile is 4 * GROUPS rows by COLUMNS
-TILES = 8  # below each other for one program, if there are enough rows
-LINES, THREADS = 128, 256  # in CUDA C++: a block has LINES rows and LINES columns
+LINES, THREADS = 128, 256  # a block has LINES rows and LINES columns
 BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # for each multiprocessor, limited by its registers
-
-_E4M3 = tl.constexpr(
-    "{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
-)
-_E5M2 = tl.constexpr(
-    "{.reg .b16 a,b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
-)
-
-
-@triton.jit
-def _pack(x0, x1, x2, x3, dtype: tl.constexpr):
-    """Pack four float32 tiles into one tile of words: their FP8 bytes, the first in the lowest."""
-    if dtype == tl.float8e4nv:
-        return tl.inline_asm_elementwise(_E4M3, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.inline_asm_elementwise(_E5M2, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def store_transposed(qt, x0, x1, x2, x3, groups, columns, M, N):
-    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], to qt [N, M]. M is a multiple of 4."""
-    inside = (columns < N)[:, None] & (groups < M // 4)[None, :]
-    words = tl.trans(_pack(x0, x1, x2, x3, qt.dtype.element_ty))
-    at = qt.to(tl.pointer_type(tl.int32)) + columns.to(tl.int64)[:, None] * (M // 4) + groups[None, :]
-    tl.store(at, words, mask=inside)
-
-
-@triton.jit
-def store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, scale, BOTH: tl.constexpr):
-    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], times `scale`, to q [M, N].
-
-    If `BOTH`, they are also written transposed to qt [N, M]. M is a multiple of 4.
-    """
-    inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
-    x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
-    at = q + (groups.to(tl.int64) * 4)[:, None] * N + columns[None, :]
-    tl.store(at, x0.to(q.dtype.element_ty), mask=inside)
-    tl.store(at + N, x1.to(q.dtype.element_ty), mask=inside)
-    tl.store(at + 2 * N, x2.to(q.dtype.element_ty), mask=inside)
-    tl.store(at + 3 * N, x3.to(q.dtype.element_ty), mask=inside)
-    if BOTH:
-        store_transposed(qt, x0, x1, x2, x3, groups, columns, M, N)
-
-
-@triton.jit
-def load_row(x, groups, columns, number: tl.constexpr, M, N):
-    """Load rows 4 groups + `number` of x [M, N] as a float32 tile [groups, columns]; 0 outside."""
-    inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
-    at = x + (groups.to(tl.int64) * 4 + number)[:, None] * N + columns[None, :]
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def largest4(x0, x1, x2, x3):
-    """Compute the largest absolute value at each place of four tiles."""
-    return tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
 
 
 @triton.jit
@@ -115,16 +54,6 @@ def empty_pair(m: int, n: int, dtype: torch.dtype, device: torch.device, both: b
     assert m % 4 == 0, "rows go in groups of four"
     q = torch.empty(m, n, dtype=dtype, device=device)
     return q, torch.empty((n, m) if both else 0, dtype=dtype, device=device)
-
-
-def tile_grid(m: int, n: int) -> tuple[tuple[int, int], int]:
-    """Compute the grid of a kernel over tiles of 4 `GROUPS` by `COLUMNS`, and how many tiles a program handles.
-
-    A program handles fewer tiles if otherwise multiprocessors would have no work.
-    """
-    down, across = triton.cdiv(m, 4 * GROUPS), triton.cdiv(n, COLUMNS)
-    tiles = max(1, min(TILES, down * across // 1024))
-    return (across, triton.cdiv(down, tiles)), tiles
 
 
 def cast_transpose(

@@ -14,10 +14,13 @@ M = batch * T rows, d columns, a multiple of 16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ROWS, COLUMNS, WARPS = 8, 256, 8  # `embed`: a tile
 CHUNK, CHUNK_COLUMNS, CHUNK_WARPS = 32, 256, 2  # sorted positions and columns that one program adds: 4 columns a thread
@@ -224,3 +227,41 @@ def positions_gradient(dx: Tensor, out: Tensor, add: bool) -> None:
         dx, out, batch, length, out.shape[0], n,
         ADD=add, ROWS=BATCH_ROWS, COLUMNS=BATCH_COLUMNS, STAGES=STAGES, num_warps=BATCH_WARPS,
     )  # fmt: skip
+
+
+def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute `embed`, with gradients.
+
+    The token gradient is added row by row to what a tied head's backward has left in `tokens.grad`. No dense gradient
+    is made.
+    """
+    return _Embedding.apply(ids.contiguous(), tokens, positions)
+
+
+class _Embedding(torch.autograd.Function):
+    """The fused embedding. Its backward writes the parameters' `.grad` itself.
+
+    A tied head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both
+    take the table as an argument, so its hooks are called once, after both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        ctx.parameters = tokens, positions
+        ctx.save_for_backward(ids)
+        return embed(ids, tokens, positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None]:
+        (ids,), (tokens, positions), dx = ctx.saved_tensors, ctx.parameters, upstream[0].contiguous()
+        if tokens.grad is None:
+            tokens.grad = torch.zeros_like(tokens)
+        embedding_gradient(dx, ids, tokens.grad)
+        if positions is None:
+            return None, None, None
+        add = positions.grad is not None
+        if positions.grad is None:
+            positions.grad = torch.empty_like(positions)
+        positions_gradient(dx, positions.grad, add)
+        return None, None, None

@@ -70,7 +70,7 @@ def _prepare(
     x, y, weight, cos, sin, columns, first, second, epsilon,
     HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Write all heads of queries, or of keys. x, y: where the first one begins, [rows, columns]."""
+    """Write all heads of queries, keys or values. x, y: where the first one begins, [rows, columns]."""
     if NORM:
         w1, w2 = _weights(weight, columns, SIZE, HALF)
     for head in range(HEADS):
@@ -117,11 +117,11 @@ def _differentiate(
 
 
 @triton.jit
-def _forward(
-    packed, q, k, q_weight, k_weight, cos, sin, M, T, stride, epsilon,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+def _tile(
+    cos, sin, M, T, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    ROPE: tl.constexpr,
 ):  # fmt: skip
+    """Return a program's rows and columns, where the halves of a head are, and the rows' cosines and sines."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)
     first = (rows < M)[:, None] & (columns < HALF)[None, :]
@@ -129,31 +129,38 @@ def _forward(
     if ROPE:
         at = (rows % T)[:, None] * HALF + columns[None, :]
         cos, sin = tl.load(cos + at, mask=first, other=0.0), tl.load(sin + at, mask=first, other=0.0)
+    return rows, columns, first, second, cos, sin
+
+
+@triton.jit
+def _forward(
+    packed, prepared, q_weight, k_weight, cos, sin, M, T, epsilon,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    rows, columns, first, second, cos, sin = _tile(cos, sin, M, T, SIZE, HALF, PADDED, ROWS, ROPE)
     row = rows.to(tl.int64)[:, None]
-    x = packed + row * stride + columns[None, :]
-    y = q + row * (QUERIES * SIZE) + columns[None, :]
+    x = packed + row * ((QUERIES + 2 * KEYS) * SIZE) + columns[None, :]
+    y = prepared + row * ((QUERIES + KEYS + VALUES) * SIZE) + columns[None, :]
     _prepare(x, y, q_weight, cos, sin, columns, first, second, epsilon, QUERIES, SIZE, HALF, NORM, ROPE)
     x += QUERIES * SIZE
-    y = k + row * (KEYS * SIZE) + columns[None, :]
+    y += QUERIES * SIZE
     _prepare(x, y, k_weight, cos, sin, columns, first, second, epsilon, KEYS, SIZE, HALF, NORM, ROPE)
+    x += KEYS * SIZE
+    y += KEYS * SIZE
+    _prepare(x, y, k_weight, cos, sin, columns, first, second, epsilon, VALUES, SIZE, HALF, False, False)
 
 
 @triton.jit
 def _backward(
-    packed, dq, dk, gradient, sums, q_weight, k_weight, cos, sin, M, T, stride, epsilon,
+    packed, dq, dk, gradient, sums, q_weight, k_weight, cos, sin, M, T, epsilon,
     q_batch, q_token, q_head, k_batch, k_token, k_head,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, PADDED)
-    first = (rows < M)[:, None] & (columns < HALF)[None, :]
-    second = (rows < M)[:, None] & (columns < SIZE - HALF)[None, :]
-    if ROPE:
-        at = (rows % T)[:, None] * HALF + columns[None, :]
-        cos, sin = tl.load(cos + at, mask=first, other=0.0), tl.load(sin + at, mask=first, other=0.0)
+    rows, columns, first, second, cos, sin = _tile(cos, sin, M, T, SIZE, HALF, PADDED, ROWS, ROPE)
     batch, token = (rows // T).to(tl.int64)[:, None], (rows % T).to(tl.int64)[:, None]
-    at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    at = rows.to(tl.int64)[:, None] * ((QUERIES + 2 * KEYS) * SIZE) + columns[None, :]
     x, dx = packed + at, gradient + at
     sums += tl.program_id(0).to(tl.int64) * 2 * SIZE
     g = dq + batch * q_batch + token * q_token + columns[None, :]
@@ -184,23 +191,26 @@ def _vectors(packed: Tensor, turns: Turns | None, norms: Norms) -> tuple[Tensor,
 
 
 def prepare_heads(
-    packed: Tensor, queries: int, keys: int, turns: Turns | None, norms: Norms, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """Normalise and turn queries and keys: bfloat16 [batch, tokens, heads of each, size].
+    packed: Tensor, queries: int, keys: int, turns: Turns | None, norms: Norms, epsilon: float, values: bool = False
+) -> tuple[Tensor, ...]:
+    """Normalise and turn queries and keys: bfloat16 [batch, tokens, heads of each, size], side by side as in `packed`.
 
     packed: contiguous, bfloat16 [batch, tokens, (queries + 2 keys) size]: queries, keys and values, head after head.
-    `queries`, `keys`: numbers of heads. `turns`: of so many tokens; None: there is no RoPE.
+    `queries`, `keys`: numbers of heads. `turns`: of so many tokens; None: there is no RoPE. `values`: a copy of these
+    lies beside them, the third result.
     """
     assert packed.is_contiguous()
     batch, tokens, width = packed.shape
     size, m = width // (queries + 2 * keys), batch * tokens
     assert turns is None or turns.cos.shape == (tokens, size // 2), (turns.cos.shape, packed.shape)
-    q, k = (torch.empty(batch, tokens, n, size, dtype=packed.dtype, device=packed.device) for n in (queries, keys))
+    heads = [queries, keys, keys] if values else [queries, keys]
+    prepared = torch.empty(batch, tokens, sum(heads), size, dtype=packed.dtype, device=packed.device)
     constants = _constants(queries, keys, size, turns, norms)
     _forward[(triton.cdiv(m, constants["ROWS"]),)](
-        packed, q, k, *_vectors(packed, turns, norms), m, tokens, width, epsilon, **constants, num_warps=WARPS
-    )
-    return q, k
+        packed, prepared, *_vectors(packed, turns, norms), m, tokens, epsilon,
+        **constants, VALUES=keys if values else 0, num_warps=WARPS,
+    )  # fmt: skip
+    return prepared.split(heads, 2)
 
 
 def prepare_heads_backward(
@@ -220,7 +230,7 @@ def prepare_heads_backward(
     programs = triton.cdiv(m, constants["ROWS"])
     sums = torch.empty(programs, 2, size, dtype=torch.float32, device=packed.device)
     _backward[(programs,)](
-        packed, dq, dk, gradient, sums, *_vectors(packed, turns, norms), m, tokens, packed.shape[2], epsilon,
+        packed, dq, dk, gradient, sums, *_vectors(packed, turns, norms), m, tokens, epsilon,
         *dq.stride()[:3], *dk.stride()[:3], **constants, num_warps=WARPS,
     )  # fmt: skip
     return sums

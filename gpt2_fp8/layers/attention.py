@@ -64,16 +64,24 @@ def attention(heads: Heads, kernel: AttentionKernel = "auto", epsilon: float = 1
 class Attention(reference.Attention):
     """Causal attention whose queries and keys one kernel prepares, with torch's kernels. `angle` of a call: `Turns`."""
 
+    packs = False  # whether that kernel copies values beside them
+
     def prepare(self, qkv: Tensor, angle: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference.Attention`. Values are a part of `qkv`."""
+        """See `reference.Attention`."""
         norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
         if angle is None and not norms:
             return super().prepare(qkv, None)
-        return _Prepare.apply(qkv, self.heads, angle, self.epsilon, *norms)
+        return _Prepare.apply(qkv, self.heads, angle, self.epsilon, self.packs, *norms)
 
 
 class TEAttention(Attention, te.Attention):
-    """The same with the kernel that Transformer Engine chooses."""
+    """The same with the kernel that Transformer Engine chooses.
+
+    TE takes queries, keys and values that lie side by side as they are, and gives gradients that do. Of others it
+    copies every one that is not contiguous, and gives gradients apart (its `get_qkv_layout`).
+    """
+
+    packs = True
 
 
 class FlashAttention(Attention):
@@ -91,7 +99,7 @@ class FlashAttention(Attention):
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """See `reference.Attention`. Its backward does not copy."""
-        return _Prepare.apply(qkv, self.heads, None, self.epsilon)
+        return _Prepare.apply(qkv, self.heads, None, self.epsilon, self.packs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """See `reference.Attention`; without a mask."""
@@ -113,15 +121,18 @@ class _Prepare(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, heads: Heads, turns: Any, epsilon: float, *norms: Tensor) -> Any:
+    def forward(
+        ctx: Any, packed: Tensor, heads: Heads, turns: Any, epsilon: float, packs: bool, *norms: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.given, ctx.heads, ctx.prepares = (turns, epsilon), heads, turns is not None or bool(norms)
         ctx.save_for_backward(packed, *norms)
-        q, k, v = _split(packed, heads)
-        if ctx.prepares:
-            from gpt2_fp8.kernels.rotary import prepare_heads  # imports Triton
+        parts = _split(packed, heads)
+        if not ctx.prepares:
+            return parts
+        from gpt2_fp8.kernels.rotary import prepare_heads  # imports Triton
 
-            q, k = prepare_heads(packed, heads.n_head, heads.n_kv_head, turns, norms, epsilon)
-        return q, k, v
+        prepared = prepare_heads(packed, heads.n_head, heads.n_kv_head, turns, norms, epsilon, packs)
+        return *prepared, *parts[len(prepared) :]
 
     @staticmethod
     @once_differentiable
@@ -129,10 +140,9 @@ class _Prepare(torch.autograd.Function):
         (packed, *norms), (turns, epsilon) = ctx.saved_tensors, ctx.given
         gradient = _whole(packed, ctx.heads, upstream)
         if gradient is None:
+            assert ctx.prepares, "FlashAttention 4's gradients are parts of one"
             gradient = torch.empty_like(packed)
-            first = 2 if ctx.prepares else 0  # the kernel writes those of queries and keys
-            for into, part in zip(_split(gradient, ctx.heads)[first:], upstream[first:], strict=True):
-                into.copy_(part)
+            _split(gradient, ctx.heads)[2].copy_(upstream[2])  # the kernel writes those of queries and keys
         of_norms = torch.empty(len(norms), ctx.heads.size, dtype=torch.float32, device=packed.device)
         if ctx.prepares:
             from gpt2_fp8.kernels.cast import reduce_columns
@@ -142,7 +152,7 @@ class _Prepare(torch.autograd.Function):
             sums = prepare_heads_backward(dq, dk, packed, gradient, turns, tuple(norms), epsilon)
             if norms:
                 reduce_columns(sums.flatten(1), of_norms.view(-1), add=False)
-        return gradient, None, None, None, *of_norms
+        return gradient, None, None, None, None, *of_norms
 
 
 def _whole(packed: Tensor, heads: Heads, parts: tuple[Tensor, ...]) -> Tensor | None:

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.kept_layers import ALL_PARTS, NO_PARTS, Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
-from gpt2_fp8.kernels import embedding
 from gpt2_fp8.kernels.cast import cast_transpose
+from gpt2_fp8.kernels.embedding import fused_embed
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.kernels.product import Activated, Kind
 from gpt2_fp8.kernels.rotary import Turns
@@ -241,44 +241,6 @@ def _attention_backward(block: Block, into_middle: LayerNormGradient, x: Tensor,
     add_vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
     add_vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx
-
-
-def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Compute `block.embed` in one kernel, to bfloat16.
-
-    The token gradient is added row by row to what a tied head's backward has left in `tokens.grad`. No dense gradient
-    is made.
-    """
-    return _Embedding.apply(ids.contiguous(), tokens, positions)
-
-
-class _Embedding(torch.autograd.Function):
-    """The fused embedding. Its backward writes the parameters' `.grad` itself.
-
-    A tied head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both
-    take the table as an argument, so its hooks are called once, after both.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        ctx.parameters = tokens, positions
-        ctx.save_for_backward(ids)
-        return embedding.embed(ids, tokens, positions)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None]:
-        (ids,), (tokens, positions), dx = ctx.saved_tensors, ctx.parameters, upstream[0].contiguous()
-        if tokens.grad is None:
-            tokens.grad = torch.zeros_like(tokens)
-        embedding.embedding_gradient(dx, ids, tokens.grad)
-        if positions is None:
-            return None, None, None
-        add = positions.grad is not None
-        if positions.grad is None:
-            positions.grad = torch.empty_like(positions)
-        embedding.positions_gradient(dx, positions.grad, add)
-        return None, None, None
 
 
 def _angle_alone(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ class _HeadFunction(torch.autograd.Function):
     """Loss and gradients, computed in the forward, one chunk of rows after the other.
 
     The backward only hands out the finished gradients. That of the weight, which may be the embedding's too, it adds to
-    `.grad` itself: see `fused.fused_embed`.
+    `.grad` itself: see `kernels.embedding.fused_embed`.
     """
 
     @staticmethod

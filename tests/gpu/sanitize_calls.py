@@ -150,7 +150,8 @@ def heads_of_queries() -> None:
         turns = rotary.Turns.of(values(37, size // 2, dtype=torch.float64)) if rope else None
         norms = (values(size, dtype=torch.float32), values(size, dtype=torch.float32)) if norm else ()
         packed = values(3, 37, (queries + 2 * keys) * size)
-        rotary.prepare_heads(packed, queries, keys, turns, norms, 1e-5)
+        for with_values in (False, True):
+            rotary.prepare_heads(packed, queries, keys, turns, norms, 1e-5, with_values)
         gradient = packed.clone()
         dq, dk, _ = gradient.unflatten(2, (-1, size)).split([queries, keys, keys], 2)
         rotary.prepare_heads_backward(dq, dk, packed, gradient, turns, norms, 1e-5)

@@ -48,10 +48,13 @@ class Case:
     def check_forward(self, prepare_heads, rounding):
         """`rounding`: how far bfloat16 may be from a number, as a part of it."""
         before = self.packed.clone()
-        found = prepare_heads(self.packed, *self.heads[:2], *self.given)
-        for got, exact in zip(found, self.prepared, strict=True):
-            assert got.is_contiguous()
+        q, k = prepare_heads(self.packed, *self.heads[:2], *self.given)
+        for got, exact in zip((q, k), self.prepared, strict=True):
             assert_bf16(got, exact, rounding)
+        packed = prepare_heads(self.packed, *self.heads[:2], *self.given, values=True)
+        for got, same, of_packed in zip(packed, (q, k, self.split(before)[2]), self.split(before), strict=True):
+            assert torch.equal(got, same)
+            assert (got.stride(), got.storage_offset()) == (of_packed.stride(), of_packed.storage_offset())
         assert torch.equal(self.packed, before)
 
     def check_backward(self, prepare_heads_backward, rounding):

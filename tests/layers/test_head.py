@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.layers.standins import families
+from gpt2_fp8.config.block_spec import MLP, BlockSpec, Norm, gpt2_heads
+from gpt2_fp8.layers.delayed_scaling import Scales
+from tests.layers.standins import SCALING, families
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,33 @@ def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(head, chunks,
 def test_the_factor_is_that_of_the_way_it_goes(head, rows, n_embd, exponent):
     of = SimpleNamespace(weight=torch.empty(50304, n_embd, device="meta"))
     assert head.Head.gradient_factor(of, rows) == 2.0**exponent
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_gradients_go_to_their_parameters_and_add_up(head, norm, monkeypatch):
+    """Of two micro-batches, whose losses are weighted; the embedding's gradient may come between them."""
+
+    def trained(chunk, gradients):
+        gradients.dx.fill_(1.0)
+        gradients.weight.fill_(2.0)
+        for i, vector in enumerate(gradients.norm):
+            vector.fill_(3.0 + i)
+        return head._Known(torch.ones(4), None)
+
+    monkeypatch.setattr(head, "fit_without_logits", lambda chunks: False)
+    monkeypatch.setattr(head, "_train_with_logits", trained)
+    monkeypatch.setattr(head, "scale_", lambda gradient, factor: gradient.mul_(factor))
+    spec = BlockSpec(
+        n_embd=16, norm=Norm(norm, 1e-5), heads=gpt2_heads(2, 16), mlp=MLP("gelu", 32), positions="learned",
+        bias=True, dropout=0.0, tied=True,
+    )  # fmt: skip
+    made = head.Head(spec, 32, Scales(SCALING))
+    made.linear.refresh = lambda *_: None
+    for factor in (10.0, 100.0):
+        x = torch.randn(1, 4, 16, requires_grad=True)
+        (factor * made.loss(x, torch.zeros(1, 4, dtype=torch.long), 30, 1.0, True)).backward()
+        assert x.grad.unique().tolist() == [factor]
+        made.weight.grad += 0.5
+    found = {name: parameter.grad.unique().tolist() for name, parameter in made.named_parameters()}
+    bias = {"layer_norm_bias": [440.0]} if norm == "layer_norm" else {}
+    assert found == {"weight": [221.0], "layer_norm_weight": [330.0], **bias}

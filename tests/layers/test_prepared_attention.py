@@ -3,7 +3,9 @@
 What is tested is where gradients go; tests/kernels and tests/gpu have the kernels.
 """
 
+import itertools
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,9 @@ from tests.layers.standins import SCALING, families
 
 TOKENS, EPSILON = 160, 1e-2  # more tokens than go to torch's own kernels
 ROPE = RoPE(100.0)
+KERNELS = ["FlashAttention", "TEAttention", "Attention"]
+CASES = [*itertools.product(KERNELS, (True, False), (True, False))]
+CASES.remove(("TEAttention", False, False))  # its own split
 
 
 def prepared(q, k, turns, norms):
@@ -27,9 +32,11 @@ def prepared(q, k, turns, norms):
         yield x if turns is None else reference.rotate(x, turns.angle)
 
 
-def prepare_heads(packed, queries, keys, turns, norms, epsilon):
+def prepare_heads(packed, queries, keys, turns, norms, epsilon, values):
     assert epsilon == EPSILON
-    return prepared(*packed.unflatten(2, (queries + 2 * keys, -1)).split([queries, keys, keys], 2)[:2], turns, norms)
+    q, k, v = packed.unflatten(2, (queries + 2 * keys, -1)).split([queries, keys, keys], 2)
+    found = [*prepared(q, k, turns, norms), *([v] if values else [])]
+    return torch.cat(found, 2).split([part.shape[2] for part in found], 2)
 
 
 def prepare_heads_backward(dq, dk, packed, gradient, turns, norms, epsilon):
@@ -61,6 +68,23 @@ def flash(q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv):
         into.copy_(part)
 
 
+class Packed(torch.nn.Module):
+    """Transformer Engine's: parts of one tensor it takes as they are, and gives their gradients as parts of one."""
+
+    def forward(self, q, k, v):
+        for i, part in enumerate((q, k, v)):
+            assert part.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+            assert (part.shape, part.stride(), part.storage_offset()) == (q.shape, q.stride(), i * q[0, 0].numel())
+        return sys.modules["gpt2_fp8.layers.attention"]._FlashAttention.apply(q, k, v)
+
+
+def built(module, kernel, heads):
+    layer = getattr(module, kernel)(heads, 0.0, EPSILON)
+    if kernel == "TEAttention":
+        layer.kernel = Packed()
+    return layer.double()
+
+
 @pytest.fixture
 def module(monkeypatch):
     with families():
@@ -82,12 +106,11 @@ def differentiated(layer, packed, angle):
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 16])
-@pytest.mark.parametrize("kernel", ["FlashAttention", "Attention"])
-@pytest.mark.parametrize(("rope", "qk_norm"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("kernel", "rope", "qk_norm"), CASES)
 def test_it_is_the_reference_layers(module, kernel, rope, qk_norm, tokens):
     torch.manual_seed(0)
     heads = Heads(3, 3, 8, qk_norm)
-    layers = [of(heads, 0.0, EPSILON).double() for of in (getattr(module, kernel), reference.Attention)]
+    layers = built(module, kernel, heads), reference.Attention(heads, 0.0, EPSILON).double()
     for pair in zip(*(layer.parameters() for layer in layers), strict=True):
         values = torch.randn(8)
         for parameter in pair:
@@ -105,9 +128,9 @@ def test_it_is_the_reference_layers(module, kernel, rope, qk_norm, tokens):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["FlashAttention", "Attention"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_one_packed_gradient_is_not_copied(module, kernel, monkeypatch):
-    """FlashAttention 4 writes into it, and the kernel transforms it where it lies."""
+    """FlashAttention 4 and Transformer Engine write into it, and the kernel transforms it where it lies."""
     from gpt2_fp8.kernels import rotary
 
     seen, real = [], rotary.prepare_heads_backward
@@ -118,11 +141,11 @@ def test_one_packed_gradient_is_not_copied(module, kernel, monkeypatch):
 
     monkeypatch.setattr(rotary, "prepare_heads_backward", noted)
     heads = Heads(3, 3, 8, qk_norm=True)
-    layer = getattr(module, kernel)(heads, 0.0, EPSILON).double()
+    layer = built(module, kernel, heads)
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
     _, gradient, *_ = differentiated(layer, torch.randn(2, TOKENS, heads.packed, dtype=torch.float64), None)
-    assert seen == [(kernel == "FlashAttention", gradient.data_ptr())]
+    assert seen == [(kernel != "Attention", gradient.data_ptr())]
 
 
 def test_blocks_are_given_what_their_family_makes_of_the_angles():

@@ -7,17 +7,17 @@
 //
 // What a thread holds of a tile (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32): with g = lane / 4 and q =
 // lane % 4, accumulator 4 i + 2 s + e is of row 16 warp + 8 s + g, column 8 i + 2 q + e. Rows of a and of b are
-// permuted in shared memory, so that a thread has two neighbouring rows, and in each of them PIECES runs of PIECE (8 or
-// 16) columns. With PIECE = 8 these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e. With 16 they
-// are column 64 (i / 8) + 16 q + 2 (i % 8) + e: then results of one byte are written 16 bytes at a time.
+// permuted in shared memory, so that a thread has two neighbouring rows, and in each of them PIECES runs of PIECE
+// columns: row 16 warp + 2 g + s and column 64 (i / 8) + 16 q + 2 (i % 8) + e. So results of one byte are written 16
+// bytes at a time.
 
 // LINE bytes of a row are copied and multiplied together; shared memory is swizzled by it.
 
-constexpr int SPAN = 4 * PIECE, PIECES = COLUMNS / SPAN, SUMS = COLUMNS / 2;
+constexpr int PIECE = 16, SPAN = 4 * PIECE, PIECES = COLUMNS / SPAN, SUMS = COLUMNS / 2;
 constexpr int LINES = K / LINE, CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE;
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = 24, REGISTERS = 160;
-static_assert(K % LINE == 0 && (PIECE == 8 || PIECE == 16), "whole lines, and words of whole bytes");
+static_assert(K % LINE == 0, "whole lines");
 
 #include "ring.cuh"
 #include "tensor_core.cuh"

@@ -1,8 +1,6 @@
 // The MLP's first GEMM, h = a b^T + bias, and its activation: z as E4M3, the input of the second one, and with GELU
 // gelu'(h) as a code of a byte for the backward. h itself is never in memory.
 
-constexpr int PIECE = 16;
-
 #include "product.cuh"
 #if RELU_SQUARED
 #include "relu_squared.cuh"

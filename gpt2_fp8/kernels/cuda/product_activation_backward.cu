@@ -1,8 +1,6 @@
 // From g = a b^T, the gradient of the activation z = z(h), and what `product_activation.cu` left for z'(h) (GELU: its
 // codes; squared ReLU: z itself) to g z'(h) as FP8, with its amax and sums of columns. g itself is never in memory.
 
-constexpr int PIECE = 16;
-
 #include "product.cuh"
 #if RELU_SQUARED
 #include "relu_squared.cuh"

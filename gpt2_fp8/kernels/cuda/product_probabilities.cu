@@ -6,8 +6,6 @@
 // of two rows, and so a part of a matrix of two-byte elements, each two rows of a column, which stmatrix turns. The copy
 // engine writes the tile while the group multiplies its next one.
 
-constexpr int PIECE = 16;
-
 #include "product.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
