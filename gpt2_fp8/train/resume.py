@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import value_of
+from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import (
     FREE_OF_WEIGHTS,
@@ -91,15 +91,16 @@ def _own_state(checkpoint: dict[str, Any], step: TrainingStep) -> dict[str, Any]
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every difference between a checkpoint's architecture, `given`, and this one: equal shapes say little.
+    """Yield the differences between a checkpoint's architecture, `given`, and this one: equal shapes say little.
 
     A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
     """
     given = trained.with_defaults(ModelConfig, given, "model.") if given else {}
-    for key, own in asdict(model).items():
-        if key not in FREE_OF_WEIGHTS and key in given and given[key] != own:
-            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
-            yield Problem(cause, "use the model= that the checkpoint was trained with")
+    own = {key: value for key, value in asdict(model).items() if key not in FREE_OF_WEIGHTS}
+    if others := [key for key in own if key in given and given[key] != own[key]]:
+        told = "; ".join(f"model.{key} is {show(given[key])} there, {show(own[key])} here" for key in others)
+        cause = f"the checkpoint is of another model: {told}"
+        yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
 def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
