@@ -90,7 +90,7 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
     if optim.ema_start_step and optim.ema_decay is None:
         yield problem(config, "optim.ema_start_step optim.ema_decay", "there is no average of weights to begin")
     if optim.head_lr is not None and config.model.tied_head:
-        reason = "a tied head's weight is the table of tokens, whose rate is optim.embedding_lr"
+        reason = "a tied head's weight is the token embedding, whose rate is optim.embedding_lr"
         yield problem(config, "optim.head_lr model.tied_head", reason, "optim.head_lr=null")
     if config.model.zero_init and config.model.depth_scaled_init:
         reason = "the weights that the second would scale are 0"

@@ -115,7 +115,7 @@ class _Builder:
             (item,) = get_args(lists[0])
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
             return self._bad(path, f"{path}={show(value)}: needs a list of {several}", f"{path}='[one,two]'")
-        meant = keys.near_names(str(value), literals, 1)
+        meant = keys.near_names(str(value), literals, 1, cutoff=0.7)
         remedy = f"{path}={meant[0]}" if meant else ""
         return self._bad(path, f"{path}={show(value)}: must be {keys.either(words)}", remedy)
 

@@ -118,9 +118,9 @@ class OptimConfig:
     """Rates, decay and clipping; a linear warm-up and a schedule (engine/optim.py has the formulas)."""
 
     lr: Positive  # the peak
-    embedding_lr: Positive | None = None  # likewise of the tables of tokens and positions; null: lr
-    head_lr: Positive | None = None  # of an untied head's weight; null: lr
-    scalar_lr: Positive | None = None  # of parameters with one dimension, biases and normalisation; null: lr
+    embedding_lr: Positive | None = None  # the peak of the token and position embeddings; null: lr
+    head_lr: Positive | None = None  # that of an untied head's weight; null: lr
+    scalar_lr: Positive | None = None  # that of biases and normalisation weights; null: lr
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
     min_lr_ratio: Annotated[float, Range(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps

@@ -268,7 +268,8 @@ class GPT2Module(pl.LightningModule):
             return self.model.load_state_dict(state, strict, assign)
         except RuntimeError as error:
             remedy = "use the model= and data.tokenizer= that it was trained with"
-            raise CheckpointError.of(f"the checkpoint does not fit the model: {error}", remedy) from None
+            reason = " ".join(str(error).split())  # torch's has a line for each kind of difference
+            raise CheckpointError.of(f"the checkpoint does not fit the model: {reason}", remedy) from None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a run needs to continue: see `resume.add_state`. Raises Drifted."""

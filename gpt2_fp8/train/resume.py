@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import value_of
+from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import (
     FREE_OF_WEIGHTS,
@@ -91,15 +91,16 @@ def _own_state(checkpoint: dict[str, Any], step: TrainingStep) -> dict[str, Any]
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every difference between a checkpoint's architecture, `given`, and this one: equal shapes say little.
+    """Yield the differences between a checkpoint's architecture, `given`, and this one: equal shapes say little.
 
     A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
     """
     given = trained.with_defaults(ModelConfig, given, "model.") if given else {}
-    for key, own in asdict(model).items():
-        if key not in FREE_OF_WEIGHTS and key in given and given[key] != own:
-            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
-            yield Problem(cause, "use the model= that the checkpoint was trained with")
+    own = {key: value for key, value in asdict(model).items() if key not in FREE_OF_WEIGHTS}
+    if others := [key for key in own if key in given and given[key] != own[key]]:
+        told = "; ".join(f"model.{key} is {show(given[key])} there, {show(own[key])} here" for key in others)
+        cause = f"the checkpoint is of another model: {told}"
+        yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
 def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
@@ -154,7 +155,7 @@ def _check_moments(path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> N
 def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingStep) -> Iterator[str]:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, but not the moments.
 
-    Says how the next step's learning rate changes by that, if it does.
+    Says how the next step's learning rates change by that, if they do.
     """
     config = step.config
     optimizer = build_optimizer(step.model, config.optim, config.optimizer)
@@ -164,7 +165,6 @@ def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingSte
     registered = isinstance(config.optimizer, RegisteredOptimizer)  # what else it keeps in its groups is not known
     if not registered:
         _check_moments(path, optimizer, checkpoint["optimizer_states"][0])
-    before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     of_index = {index: group for group in groups for index in group["params"]}
     divided = []  # as the rates of `optim` divide parameters now, which keep their order (`engine.optim`)
     for fresh, lr in zip(optimizer.state_dict()["param_groups"], rates, strict=True):
@@ -173,8 +173,23 @@ def _keep_own_settings(path: Path, checkpoint: dict[str, Any], step: TrainingSte
         divided.append(saved | {name: value for name, value in fresh.items() if name in own} | {"lr": lr})
     checkpoint["optimizer_states"][0]["param_groups"] = divided
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(done, rates)]
-    if isinstance(before, float) and f"{before:.1e}" != now:
-        yield f"learning rate {now} from step {done + 1} on, {before:.1e} before: the schedule is not the checkpoint's"
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    ordered = [names.get(parameter, "?") for group in optimizer.param_groups for parameter in group["params"]]
+    yield from _changed_rates(groups, divided, ordered, done + 1)
+
+
+def _changed_rates(saved: list[Any], now: list[Any], names: list[str], step: int) -> Iterator[str]:
+    """Say how rates change with a step: the first group's, which logs show, and by name those that change otherwise."""
+    of_index = {index: group.get("lr") for group in saved for index in group["params"]}
+    changes: dict[tuple[Any, float], list[str]] = {(saved[0].get("lr"), now[0]["lr"]): []}
+    for group in now:
+        for index in group["params"]:
+            changes.setdefault((of_index.get(index), group["lr"]), []).append(names[index])
+    for number, ((before, lr), named) in enumerate(changes.items()):
+        whose = f" of {', '.join(named[:2])}{', ...' * (len(named) > 2)}" if number else ""
+        if isinstance(before, float) and f"{before:.1e}" != f"{lr:.1e}":
+            told = f"learning rate{whose} {lr:.1e} from step {step} on, {before:.1e} before"
+            yield f"{told}: the schedule or rate is not the checkpoint's"
 
 
 def _label(config: RunConfig) -> str:

@@ -160,11 +160,10 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         ran += f", last {format_count(steps, 'step')} bf16"
     log.info("precision  %s", ran if plan.reason is None else f"{ran} instead of {plan.asked}: {plan.reason}")
     slower = plan.slower()
-    layers = [
-        words if part == "layers" else f"{part} {words}" for part, words in plan.backend.kernels(vocab_size).items()
-    ]
-    layers += [f"slower than it could be: {slower}"] if slower else []
-    log.log(logging.WARNING if slower else logging.INFO, "layers     %s", "; ".join(layers))
+    kernels = plan.backend.kernels(vocab_size)
+    layers = "; ".join(words if part == "layers" else f"{part} {words}" for part, words in kernels.items())
+    layers += f"; slower than it could be: {slower}" if slower and slower not in layers else ""
+    log.log(logging.WARNING if slower else logging.INFO, "layers     %s", layers)
     state = optimizer_bytes(config.optimizer, model, padded) / parameters
     averaged = "" if config.optim.ema_decay is None else "; validations, samples and exports take the EMA of weights"
     log.info("optimizer  %s: %.3g bytes of state a parameter%s", config.optimizer.name, state, averaged)

@@ -75,9 +75,8 @@ model._target_=os.system -> model._target_
 seed=x -> seed
 optim.lr=nan -> optim.lr
 optim.scalar_lr=0 -> optim.scalar_lr=0
-optim.head_lr=1e-3 -> optim.head_lr=0.001, model.tied_head=true: a tied head's weight is the table of tokens
+optim.head_lr=1e-3 -> optim.head_lr=0.001, model.tied_head=true: a tied head's weight is the token embedding
 model.zero_init=true -> model.zero_init=true, model.depth_scaled_init=true: the weights that the second would scale
-model.mlp=relu2 -> model.mlp=relu2
 seed=1,2 -> seed
 -m 'optim.lr=interval(1,2)' -> BasicSweeper
 -m 'experiment=glob(zz*)' -> experiment
@@ -116,6 +115,7 @@ def test_a_mistake_is_refused_by_its_key(row):
 
 GOLDEN = {
     "optim.lr=x": "error: optim.lr=x: must be a number",
+    "model.mlp=relu2": "error: model.mlp=relu2: must be gelu, swiglu or relu_squared",  # gelu is no near name
     "learning_rate=1": "error: there is no key learning_rate\n  fix: here it is optim.lr",
     "optim.weight_decai=1": "error: there is no key optim.weight_decai\n  fix: did you mean optim.weight_decay?",
     "precision.backend=fused recipe=current":

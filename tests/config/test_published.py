@@ -87,7 +87,7 @@ EXPERIMENTS = {
     "llama3_small_tensorwise_first_last": {**TENSORWISE, "precision.keep_bf16": ["first", "last"]},
     "gpt2_modern_muon": {  # this project's own
         **HALF_A_COSINE, "model.name": "gpt2_modern", "data.name": "fineweb", "precision.name": "fp8_hybrid",
-        "optimizer.name": "muon", "optim.lr": 3e-3, "optimizer.matrix_lr": 3e-3, "optim.warmup_steps": 700,
+        "optimizer.name": "muon", "optim.lr": 3e-3, "optimizer.matrix_lr": None, "optim.warmup_steps": 700,
         "global_batch_size": 512, "trainer.max_steps": 19073,
     },
     "llama3_small_blockwise": {**TENSORWISE, "recipe.name": "block", "precision.keep_bf16": []},

@@ -1,5 +1,7 @@
 """Faults 13 to 17, 107, 108: continued with another model, other text, another schedule, another number of workers."""
 
+import re
+
 import pytest
 
 from gpt2_fp8.checkpoint import files
@@ -31,9 +33,16 @@ def refused(tmp_path, begun, *overrides):
 
 def test_13_another_model_is_refused_with_every_difference(tmp_path, begun):
     said = refused(tmp_path, begun, "model.n_head=4", "model.bias=false")
-    assert "model.n_head is 2 there, 4 here" in said
-    assert "model.bias is True there, False here" in said
+    assert "of another model: model.n_head is 2 there, 4 here; model.bias is true there, false here" in said
+    assert said.count("error:") == 1
     assert "model.n_layer is 1 there, 2 here" in refused(tmp_path, begun, "model.n_layer=2")
+
+
+def test_13_weights_of_another_model_are_refused_in_one_line(tmp_path, begun):
+    with pytest.raises(UserError) as error:
+        train(tmp_path / "other", *SHORT, f"init_from={begun}", "model.tied_head=false")
+    (problem,) = error.value.problems
+    assert re.fullmatch(r"the checkpoint does not fit the model: [^\n\t]*head\.weight[^\n\t]*", problem.cause)
 
 
 def test_14_another_tokenizer_is_refused(tmp_path, begun):

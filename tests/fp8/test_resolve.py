@@ -1,5 +1,6 @@
 """What runs where, with torch's and Transformer Engine's answers replaced."""
 
+import logging
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
@@ -16,6 +17,7 @@ from gpt2_fp8.fp8.backends import SMALL_TOKENS
 from gpt2_fp8.fp8.recipes import delayed_scaling
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.layers import attention
+from gpt2_fp8.train import setup
 
 POSITIONS = 1024
 DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
@@ -160,7 +162,7 @@ def test_other_generations_have_transformer_engines_layers(config, monkeypatch, 
 
 
 @pytest.mark.usefixtures("hopper")
-def test_without_cuda_core_there_are_no_fused_layers_and_the_log_says_so(config, monkeypatch):
+def test_without_cuda_core_there_are_no_fused_layers_and_the_log_says_so(config, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(backends.nvrtc, "why_missing", lambda: "cuda-core is not installed")
     problem = refusal(config(backend="fused"))
     assert problem.cause == "precision.backend=fused cannot run here: cuda-core is not installed"
@@ -169,6 +171,11 @@ def test_without_cuda_core_there_are_no_fused_layers_and_the_log_says_so(config,
     layers = plan.backend.kernels(50257)["layers"]
     assert layers == "Transformer Engine, not the fused ones: cuda-core is not installed"
     assert plan.slower() == "cuda-core is not installed", "the line is a warning: this can be mended"
+    with caplog.at_level(logging.INFO):
+        setup.announce(config(), plan, 50257, 1, tmp_path, None)
+    (said,) = (record for record in caplog.records if record.getMessage().startswith("layers "))
+    assert said.levelno == logging.WARNING
+    assert said.getMessage().count("cuda-core is not installed") == 1
     assert resolve(config(backend="te"), "cuda").slower() is None
     fast = refusal(config(fast=True))
     assert "the fused layers' own, and they cannot run here: cuda-core is not installed" in fast.cause

@@ -27,6 +27,17 @@ def test_a_checkpoint_goes_on_with_other_groups(tmp_path, choice, words):
     assert all(torch.equal(states[0][i][name], states[1][i][name]) for i in states[0] for name in states[0][i])
 
 
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_rate_of_its_own_that_a_resume_leaves_out_is_said(tmp_path, caplog, choice):
+    base = [*UNTIED, f"optimizer={choice}", "optim.schedule=constant", "optim.min_lr_ratio=1"]
+    train_until(5, tmp_path / "run", "optim.embedding_lr=0.02", base=base)
+    caplog.clear()
+    train(tmp_path / "run", "ckpt_path=last", base=base)
+    said = [record.getMessage() for record in caplog.records if "before: the" in record.getMessage()]
+    (line,) = said
+    assert line.startswith("learning rate of positions.weight, tokens.weight 2.0e-03 from step 6 on, 2.0e-02 before: ")
+
+
 def test_the_log_has_the_rate_of_optim(tmp_path):
     """Also where no parameter has it: Muon has the matrices."""
     own = ["optimizer=muon", "optimizer.matrix_lr=0.01", "optim.embedding_lr=0.03", "optim.head_lr=0.04"]
