@@ -64,7 +64,7 @@ class FP8HealthLog(pl.Callback):
         if (logs or self._divided) and pl_module.step.plan.recipe is not None:
             recipe = pl_module.step.plan.backend.recipe
             say = partial(log.warning if self.config.callbacks.red_flags and logs else log.debug, "%s")
-            self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, say, self.config.model.zero_init)
+            self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, say)
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
                 self._health = health if health.tensors else None

@@ -92,9 +92,6 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
     if optim.head_lr is not None and config.model.tied_head:
         reason = "a tied head's weight is the token embedding, whose rate is optim.embedding_lr"
         yield problem(config, "optim.head_lr model.tied_head", reason, "optim.head_lr=null")
-    if config.model.zero_init and config.model.depth_scaled_init:
-        reason = "the weights that the second would scale are 0"
-        yield problem(config, "model.zero_init model.depth_scaled_init", reason, "model.depth_scaled_init=false")
     yield from _without_validation(config)
     if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"

@@ -44,11 +44,10 @@ class ModelConfig:
     rope_original_positions: Count | None = None  # the context before it was lengthened
     tied_head: bool = True  # the head's weight is the embedding's
     depth_scaled_init: bool = True  # weights into the residual stream begin smaller, by sqrt(2 n_layer)
-    zero_init: bool = False  # weights into the residual stream, and of an untied head, begin at 0
 
 
 # fields of ModelConfig; a resume may change them
-FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init", "zero_init")
+FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")
 
 
 @dataclass(frozen=True, kw_only=True)

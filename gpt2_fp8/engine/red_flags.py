@@ -22,7 +22,6 @@ FLUSHED = 0.25  # the same; measured in docs/what-to-watch.md
 JUMP = 6.0  # powers of two between two readings
 SETTLED = 10  # readings with jumps that are not judged: scales find their place
 UNSTEADY, IN_A_ROW = 2.0, 5  # powers of two in each of so many readings
-ZERO_STEPS = 2  # a head of zeros moves in the first, what adds to the residual stream in the second, then all else
 QUIET = 50  # readings after which a flag of the same tensor is said again
 SIGMAS = 8.0  # a spike of the loss is so many standard deviations above the intervals before it
 RECENT = 20  # intervals that a loss is compared with
@@ -49,14 +48,12 @@ class Found:
 class FP8RedFlags:
     """Judges readings of a run under `recipe`; calls `say` with each line.
 
-    `warm_up`: steps of the learning rate's warm-up, in which jumps are not judged. `zero_init`: the model's, with which
-    an amax may be 0 in the first steps.
+    `warm_up`: steps of the learning rate's warm-up, in which jumps are not judged.
     """
 
     recipe: Recipe
     warm_up: int
     say: Callable[[str], object]
-    zero_init: bool = False
     _readings: int = 0
     _said: dict[tuple[str, str], int] = field(default_factory=dict)  # at which reading, by flag and tensor
     _moved: dict[str, int] = field(default_factory=dict)  # readings in a row in which a tensor's scale has moved far
@@ -67,8 +64,6 @@ class FP8RedFlags:
         self._readings += 1
         settled = step > self.warm_up and self._readings > SETTLED
         by_kind: dict[str, list[Found]] = {}
-        if self.zero_init and step <= ZERO_STEPS:
-            healths = [health for health in healths if health.amax != 0]
         for found in self._all_found(healths, settled):
             by_kind.setdefault(found.kind, []).append(found)
         for kind, several in by_kind.items():

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
-from gpt2_fp8.model.gpt2 import INITIAL_STD
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.sharding import free_gathered, is_zero, local
 
 PASSES = 2
 JUMP = 2.0**10
@@ -189,7 +187,7 @@ def calibrate(
     devices = [ids.device] if ids.is_cuda else []
     for each in state.scaling_states(model):  # a calibration that ran out of memory may have left other scales
         each.scale.fill_(1.0)
-    with torch.random.fork_rng(devices=devices), _zeros_drawn(model):
+    with torch.random.fork_rng(devices=devices):
         for _ in range(PASSES):
             for each in state.scaling_states(model):
                 each.amax_history.zero_()
@@ -201,26 +199,6 @@ def calibrate(
                 if isinstance(module, Scales):
                     module.update()
     state.divide_gradient_amaxes(model, factor / share)
-
-
-@contextmanager
-def _zeros_drawn(model: nn.Module) -> Iterator[None]:
-    """Give matrices that are all 0 (`model.zero_init`) the values that others begin with, N(0, 0.02), and then 0 again.
-
-    A matrix of zeros has no amax, nor has any gradient behind it. With the scale 1, by which neither is scaled, the
-    first gradients behind it would all be cast to 0, and then its own first values.
-    """
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p.requires_grad]
-    empty = [local(p.detach()) for p in matrices if is_zero(p)]
-    try:
-        for values in empty:
-            values.normal_(0.0, INITIAL_STD, generator=torch.Generator(values.device).manual_seed(0))
-        free_gathered(model)
-        yield
-    finally:
-        for values in empty:
-            values.zero_()
-        free_gathered(model)
 
 
 def limit_amaxes(history: Tensor, new: slice) -> Tensor:

@@ -133,14 +133,11 @@ def initialise(model: GPT2, seed: int, fill: Callable[[Tensor, Tensor], object] 
 
     Weights are N(0, 0.02). With `depth_scaled_init`, as in GPT-2, the two projections into the residual stream are
     divided by sqrt(2 n_layer). Llama and Qwen leave that out in Hugging Face's code, and OLMo 2 found the training more
-    stable without it (OLMo et al. 2025, arXiv 2501.00656). With `zero_init` these two are 0, and so is an untied head's
-    weight. Biases are 0, normalisation weights 1. So every backend, device and order of construction gives the same
-    values.
+    stable without it (OLMo et al. 2025, arXiv 2501.00656). Biases are 0, normalisation weights 1. So every backend,
+    device and order of construction gives the same values.
     """
     config, padded_vocab_size = model.config, model.tokens.num_embeddings
     roles = {p.name: p.role for p in parameters(config, padded_vocab_size)}
-    zeros = {name for name, role in roles.items() if role == "into_residual" or name == "head.weight"}
-    zeros = zeros if config.zero_init else set()
 
     def draw(named: tuple[str, Tensor]) -> Tensor:
         name, parameter = named
@@ -148,7 +145,7 @@ def initialise(model: GPT2, seed: int, fill: Callable[[Tensor, Tensor], object] 
         values = torch.zeros(parameter.shape, device="cpu")
         if roles[name] == "norm":
             values.fill_(1.0)
-        elif roles[name] != "bias" and name not in zeros:
+        elif roles[name] != "bias":
             into_residual = roles[name] == "into_residual" and config.depth_scaled_init
             std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode())))

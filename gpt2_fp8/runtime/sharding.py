@@ -113,12 +113,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_zero(tensor: Tensor) -> bool:
-    """Return whether every number of a tensor is 0; of a divided one, of all its rows. Then it is collective."""
-    found = tensor.detach().any()
-    return not (found.full_tensor() if isinstance(found, DTensor) else found).item()
-
-
 def group_of(tensor: Tensor) -> ProcessGroup | None:
     """Return the ranks among which a tensor is divided; None if it is whole."""
     return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None

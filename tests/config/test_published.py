@@ -36,14 +36,13 @@ GPT2_BLOCK = {
     "vocab_size": None, "dropout": 0.0, "bias": True, "n_kv_head": None, "head_size": None, "qk_norm": False,
     "norm": "layer_norm", "norm_epsilon": 1e-5, "mlp": "gelu", "mlp_width": None, "positions": "learned",
     "rope_base": None, "rope_scaling": None, "rope_low_freq_factor": None, "rope_high_freq_factor": None,
-    "rope_original_positions": None, "tied_head": True, "depth_scaled_init": True, "zero_init": False,
+    "rope_original_positions": None, "tied_head": True, "depth_scaled_init": True,
 }  # fmt: skip
 LLAMA_BLOCK = {
     **GPT2_BLOCK, "bias": False, "norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "depth_scaled_init": False,
 }  # fmt: skip
-MODERN_BLOCK = {  # RMSNorm, RoPE and QK-norm as Qwen3; the MLP of So et al. 2021; zeros and own head of modded-nanogpt
+MODERN_BLOCK = {  # RMSNorm, RoPE and QK-norm as Qwen3; the MLP of So et al. 2021
     **GPT2_BLOCK, "bias": False, "qk_norm": True, "norm": "rms_norm", "mlp": "relu_squared", "positions": "rope",
-    "tied_head": False, "depth_scaled_init": False, "zero_init": True,
 }  # fmt: skip
 BESIDES = {
     "gpt2_optimized": {"n_kv_head": 4, "norm": "rms_norm"},
@@ -87,7 +86,7 @@ EXPERIMENTS = {
     "llama3_small_tensorwise_first_last": {**TENSORWISE, "precision.keep_bf16": ["first", "last"]},
     "gpt2_modern_muon": {  # this project's own
         **HALF_A_COSINE, "model.name": "gpt2_modern", "data.name": "fineweb", "precision.name": "fp8_hybrid",
-        "optimizer.name": "muon", "optim.lr": 3e-3, "optimizer.matrix_lr": None, "optim.warmup_steps": 700,
+        "optimizer.name": "muon", "optim.lr": 3e-3, "optim.embedding_lr": 6e-3, "optim.warmup_steps": 700,
         "global_batch_size": 512, "trainer.max_steps": 19073,
     },
     "llama3_small_blockwise": {**TENSORWISE, "recipe.name": "block", "precision.keep_bf16": []},

@@ -28,9 +28,9 @@ def health(layer="blocks.1.fc1", kind="input", dtype=E4M3, **figures):
     return Health(FP8Tensor(layer, kind, dtype), **given | figures)
 
 
-def flags(of=None, warm_up=0, zero_init=False):
+def flags(of=None, warm_up=0):
     said = []
-    return FP8RedFlags(of or recipe(), warm_up, said.append, zero_init), said
+    return FP8RedFlags(of or recipe(), warm_up, said.append), said
 
 
 def settled(of=None):
@@ -73,17 +73,6 @@ def test_each_cause_is_one_line_with_a_remedy_that_composes(of, figures, text):
     assert ways or "optim.lr" in remedy
     for words in ways:
         compose.preflight(["model.n_layer=2", *shlex.split(words)])
-
-
-def test_a_model_that_begins_with_zeros_may_have_them_for_two_steps():
-    for zero_init, first in ((False, 1), (True, 3)):
-        made, said = flags(zero_init=zero_init)
-        for step in (1, 2, 3):
-            made.judge(step, [health(amax=0.0, flushed=None), health("blocks.0.qkv")])
-        assert [line.partition(":")[0] for line in said] == [f"step {first}"]
-    made, said = flags(zero_init=True)
-    made.judge(1, [health(amax=0.0), health("blocks.0.qkv", amax=math.nan)])
-    assert len(said) == 1, "all else is said in the first step too"
 
 
 def test_a_delayed_scale_may_lag_once():

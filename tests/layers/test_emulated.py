@@ -216,59 +216,6 @@ def test_a_restored_model_goes_on_and_one_without_gradients_records_nothing():
     assert not differ(state.capture(model), state.capture(fresh))
 
 
-ZEROS = replace(CONFIG, **MODERN, zero_init=True)
-
-
-def test_zeros_have_the_scales_that_drawn_weights_would_have():
-    """Found in the calibration, which leaves weights and random numbers as they were."""
-    model = build(config=ZEROS)
-    before, drawn = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
-    calibrate(model, lambda given: loss_of(model, given), ids(), autocast)
-    assert not differ(before, dict(model.named_parameters()))
-    assert torch.equal(drawn, torch.get_rng_state())
-    scales = model.scales
-    assert (scales.history[0] > 0).all()
-    for block in model.blocks:
-        assert not block.projection.weight.any()
-        for product in (block.projection.product, block.mlp.fc2_product):
-            amax = scales.history[0, scales.column(product.places["weight"])].item()
-            assert 0.06 < amax < 0.1, "of at least 1,024 numbers with a deviation of 0.02"
-            assert scales.scale[scales.column(product.places["weight"])] == pytest.approx(448 / amax / 2)
-
-
-def test_a_matrix_that_is_not_all_zeros_keeps_them_in_the_calibration():
-    seen, model = [], build(config=ZEROS)
-    with torch.no_grad():
-        model.blocks[0].projection.weight[3, 5] = 0.5
-
-    def loss(given):
-        seen.append([block.projection.weight.detach().abs().max().item() for block in model.blocks])
-        return loss_of(model, given)
-
-    calibrate(model, loss, ids(), autocast)
-    assert all(first == 0.5 and 0.06 < second < 0.1 for first, second in seen)
-
-
-@pytest.mark.parametrize("history", [1, 4])
-def test_a_model_of_zeros_has_the_gradients_of_bf16_from_its_first_step(history, monkeypatch):
-    """Weights leave 0 in the second step. Without scales for them the third had no gradient behind them at all."""
-    monkeypatch.setitem(globals(), "DELAYED", replace(DELAYED, history=history))
-    models = build(config=ZEROS, recipe="delayed"), plain(ZEROS)
-    calibrate(models[0], lambda given: loss_of(models[0], given), ids(), autocast)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    for step in range(8):
-        found = [gradients(model, ids(seed=step), first=True) for model in models]
-        (loss, ours), (expected, theirs) = found
-        assert loss == pytest.approx(expected, rel=2e-3)
-        for name in (name for name in theirs if name.startswith("blocks.") and theirs[name].dim() == 2):
-            away = (ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-30)
-            assert away < 0.25, (step, name)
-        for optimizer in optimizers:
-            optimizer.step()
-        moved = [bool(model.blocks[0].projection.weight.any()) for model in models]
-        assert moved == [step >= 1] * 2
-
-
 def test_an_outlier_leaves_loss_and_gradients_finite():
     model = build()
     calibrate(model, lambda given: loss_of(model, given), ids(), autocast)

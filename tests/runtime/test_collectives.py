@@ -6,8 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from gpt2_fp8.engine import exchange
 from gpt2_fp8.engine.attempts import Attempts
@@ -15,7 +13,6 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.sharding import is_zero
 from tests import forkserver
 from tests.common import ids
 from tests.engine.test_engine import POSITIONS, with_scales
@@ -52,10 +49,6 @@ def _tensors(rank):
     collectives.maximum(tensor)
     told = {"maximum": tensor.tolist(), "means": [_means(rank, dtype) for dtype in (torch.float32, torch.bfloat16)]}
     told["divided"] = [_divided(number) for number in (1, 4, 5)]
-    mesh, table = init_device_mesh("cpu", (2,)), torch.zeros(5, 3)
-    told["zero"] = [is_zero(table), is_zero(distribute_tensor(table, mesh, [Shard(0)]))]
-    table[0, 0] = 1e-9  # a row of rank 0
-    told["zero"] += [is_zero(table), is_zero(distribute_tensor(table, mesh, [Shard(0)]))]
     return told | {"world": collectives.rank_and_world(), "several": collectives.is_distributed()}
 
 
@@ -191,10 +184,6 @@ def test_a_rank_without_memory_makes_all_begin_again_and_nothing_is_seen_of_it(r
             assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert {of[size][2] for of in (one, other) for size in (4, 2)} == {2}
     assert one[2][3] > 0
-
-
-def test_a_divided_tensor_is_zero_if_all_of_it_is(ranks):
-    assert [told["zero"] for told in ranks] == [[True, True, False, False]] * 2
 
 
 @pytest.mark.whole
