@@ -37,9 +37,8 @@ def main(argv: list[str]) -> None:
         why = f"{', '.join(map(str, tops))}: {format_count(len(found), 'run')} can be read, and it takes two"
         raise UserError.of("; ".join([why, *left_out[:3]]), "give a second run's folder, or that of a sweep")
     each = runs.conditions(found)
-    compared = comparison.compare(
-        each, runs.base_of(each) if asked.base is None else runs.find_condition(asked.base, each)
-    )
+    base = runs.base_of(each) if asked.base is None else runs.find_condition(asked.base, each)
+    compared = comparison.compare(each, base, asked.price)
     figures = comparison.figures(compared, left_out)
     new = Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = asked.out or (tops[0] if len(tops) == 1 else new)
@@ -60,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="*", metavar="FOLDER", help="folders of sweeps or runs, or runs=[A,B]")
     parser.add_argument("--base", metavar="NAME", help="the condition that others are compared with (default: bf16)")
+    parser.add_argument("--price", type=float, metavar="PRICE", help="of a GPU for an hour, for the cost of equal loss")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where files go (default: the sweep's own folder)")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     return parser

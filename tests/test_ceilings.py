@@ -20,11 +20,11 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/layers/**/*.py": (2059, 12),
     "gpt2_fp8/measure/**/*.py": (682, 4),
     "gpt2_fp8/model/**/*.py": (830, 7),
-    "gpt2_fp8/reports/**/*.py": (890, 5),
+    "gpt2_fp8/reports/**/*.py": (907, 5),
     "gpt2_fp8/runtime/**/*.py": (1784, 13),
     "gpt2_fp8/train/**/*.py": (3832, 20),
 }
-OTHERS = {"tests/**/*.py": 31904, "docs/*.md": 2733, "README.md": 149, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
+OTHERS = {"tests/**/*.py": 31920, "docs/*.md": 2734, "README.md": 149, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
 
 
 def lines(pattern: str) -> list[int]:

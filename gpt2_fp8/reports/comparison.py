@@ -48,10 +48,14 @@ class Comparison:
     tokens: float  # that all runs have
     width: float  # tokens of the window of a mean training loss: no run logs a wider interval
     validated: Array  # tokens at which all runs have validated
+    price: float | None = None  # of a GPU for an hour
 
 
-def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
-    """Compare every condition with `base`. Runs that did not complete count only if none of the base's did."""
+def compare(conditions: Sequence[Condition], base: Condition, price: float | None = None) -> Comparison:
+    """Compare every condition with `base`. Runs that did not complete count only if none of the base's did.
+
+    `price`: of a GPU for an hour, in any currency.
+    """
     ordered = [base, *(condition for condition in conditions if condition is not base)]
     counted = [tuple(run for run in condition.runs if run.status == COMPLETED) for condition in ordered]
     counted = counted if counted[0] else [condition.runs for condition in ordered]
@@ -64,7 +68,7 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     tokens = min(float(run.curve.tokens[-1]) for run in every)
     width = min(tokens, max(WINDOW * tokens, *(run.curve.interval for run in every)))
     checked = set.intersection(*({float(at) for at in run.curve.validations[0] if at <= tokens} for run in every))
-    found = Comparison(sides, sides[0], tokens, width, np.array(sorted(checked)))
+    found = Comparison(sides, sides[0], tokens, width, np.array(sorted(checked)), price)
     sides.sort(key=lambda side: np.nan_to_num(next(losses(side, found)).get("mean", math.nan), nan=math.inf))
     return found
 
@@ -133,7 +137,8 @@ def losses(side: Side, found: Comparison) -> Iterator[Row]:
 def equal_loss(side: Side, found: Comparison) -> Iterator[Row]:
     """Yield when the mean curves first came down to the higher of the two losses at the end.
 
-    On the validations, or, with fewer than two, on the training loss. Errors are the jackknife's over seeds.
+    On the validations, or, with fewer than two, on the training loss. Errors are the jackknife's over seeds. Energy and
+    cost are those of one GPU for that time.
     """
     if side.why_not or side is found.base:
         return
@@ -162,7 +167,14 @@ def equal_loss(side: Side, found: Comparison) -> Iterator[Row]:
             "tokens": tokens, "base_tokens": base_tokens, "tokens_ratio": tokens / base_tokens,
             "tokens_error": tokens_error, "seconds": seconds, "base_seconds": base_seconds,
             "seconds_ratio": seconds / base_seconds, "seconds_error": seconds_error,
+            **_spent("", seconds, side, found.price), **_spent("base_", base_seconds, found.base, found.price),
         }  # fmt: skip
+
+
+def _spent(prefix: str, seconds: float, side: Side, price: float | None) -> Row:
+    watts = [run.watts for run in side.runs if run.watts is not None]
+    joules = {f"{prefix}kilojoules": seconds * float(np.mean(watts)) / 1000} if watts else {}
+    return joules if price is None else joules | {f"{prefix}cost": seconds / 3600 * price}
 
 
 def throughput(side: Side, found: Comparison) -> Row:

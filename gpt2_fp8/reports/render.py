@@ -26,14 +26,16 @@ _SECTIONS = {  # by key: the title, and what is said of the figures
     "losses": ("Losses", "Nats a token. The interval is Welch's, at 95 %; pairs are of equal seeds. A training loss is "
                "the mean of the last {width:,.0f} tokens."),
     "equal_loss": ("Time to equal loss", "When the mean curves of a condition and of the base first came down to the "
-                   "higher of their two losses at the end. Errors are standard errors over seeds (jackknife)."),
+                   "higher of their two losses at the end. Errors are standard errors over seeds (jackknife). Energy and "
+                   "cost are of one GPU."),
     "throughput": ("Throughput and memory", "Medians of a run's logged intervals, then means of the runs. Memory: the "
                    "peak."),
 }  # fmt: skip
 _FORMS = {key: form for form, keys in {
     ".4f": ("mean", "deviation", "level", "paired_error"), "+.4f": ("above_base", "paired"),
-    "+.2%": ("relative", "relative_low", "relative_high"), ".0%": ("memory_of_base",), ".2f": ("times_base",),
-    ",.0f": ("tokens", "base_tokens", "tokens_per_second"), ",.1f": ("seconds", "base_seconds", "memory_gb"),
+    "+.2%": ("relative", "relative_low", "relative_high"), ".0%": ("memory_of_base",),
+    ".2f": ("times_base", "cost", "base_cost"), ",.0f": ("tokens", "base_tokens", "tokens_per_second"),
+    ",.1f": ("seconds", "base_seconds", "memory_gb", "kilojoules", "base_kilojoules"),
     ".3f": ("tokens_ratio", "tokens_error", "seconds_ratio", "seconds_error"),
 }.items() for key in keys}  # fmt: skip
 _MOST = 10  # conditions: the colours of one cycle

@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 _ABSURD = 1e15  # a damaged log's
 COMPLETED = "completed"
 SUMMARY, METRICS, HYDRA = "summary.json", "metrics.csv", ".hydra"
-_COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "memory_gb"}
+_COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "memory_gb", "gpu_power_watts"}
 # What does not change what is trained: where it is written, what is logged, how the text is fetched.
 _NO_CONDITION = (
     *("seed", "data.seed", "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "tags.", "logger."),
@@ -90,6 +90,7 @@ class Run:
     steps: int
     trouble: dict[str, int]  # steps skipped, ...: what is above 0
     memory_gb: float | None  # GiB, the peak
+    watts: float | None  # of its first GPU, the mean of what the log has
     curve: Curve
     damage: str | None  # of its log
 
@@ -172,13 +173,15 @@ def _run(folder: Path, name: str) -> Run:
         "rollbacks": at(found, int, "divergence", "rollbacks"),
     }
     logged = max((row["memory_gb"] for row in rows.rows if "memory_gb" in row), default=None)
+    watts = [row["gpu_power_watts"] for row in rows.rows if _usable(row, "gpu_power_watts")]
     return Run(
         name=name, settings=dict(_flat(found.get("config"))), status=at(found, str, "status") or "unknown",
         asked=at(found, str, "precision", "asked"), ran=at(found, str, "precision", "ran"),
         reason=at(found, str, "precision", "reason"), layers=at(found, str, "kernels", "layers"),
         steps=at(found, int, "steps") or 0,
         trouble={what: times for what, times in trouble.items() if times},
-        memory_gb=at(found, float, "peak_memory_gb") or logged, curve=curve, damage=rows.damage,
+        memory_gb=at(found, float, "peak_memory_gb") or logged, watts=float(np.mean(watts)) if watts else None,
+        curve=curve, damage=rows.damage,
     )  # fmt: skip
 
 

@@ -77,6 +77,22 @@ def test_time_to_equal_loss(tmp_path):
     assert by["fp8_hybrid"]["memory_of_base"] == 1.0
 
 
+def test_energy_and_cost_to_equal_loss_are_of_one_gpu(tmp_path):
+    """As above, at 300 W in every third row of FP8's log, and no power in bf16's."""
+    sweep(tmp_path, "bf16")
+    for seed in (1, 2, 3):
+        logged = rows(line(SPREAD[seed] - 0.5), seconds=0.25, validations={100: 4.5 + SPREAD[seed]})
+        for row in logged[::3]:
+            row["gpu_power_watts"] = 300 + 10 * SPREAD[seed]
+        run(tmp_path / f"fp8-{seed}", logged, settings("fp8_hybrid", seed))
+    each = runs.conditions(runs.read([tmp_path])[0])
+    found = comparison.compare(each, runs.base_of(each), price=7.2)
+    (row,) = comparison.equal_loss(next(side for side in found.sides if side is not found.base), found)
+    assert row["kilojoules"] == pytest.approx(0.3 * 89 * 0.25)
+    assert "base_kilojoules" not in row
+    assert (row["cost"], row["base_cost"]) == pytest.approx((0.002 * 89 * 0.25, 0.002 * 99 * 0.5))
+
+
 def test_the_error_of_time_to_equal_loss_is_the_jackknifes(tmp_path):
     """Two pairs of seeds that need 90 and 80 of 100 steps: the means over one pair each have ratios 0.9 and 0.8."""
     for seed, above in ((1, -0.5), (2, -1.0)):
