@@ -26,8 +26,8 @@ _SECTIONS = {  # by key: the title, and what is said of the figures
     "losses": ("Losses", "Nats a token. The interval is Welch's, at 95 %; pairs are of equal seeds. A training loss is "
                "the mean of the last {width:,.0f} tokens."),
     "equal_loss": ("Time to equal loss", "When the mean curves of a condition and of the base first came down to the "
-                   "higher of their two losses at the end. Errors are standard errors over seeds (jackknife). Energy and "
-                   "cost are of one GPU."),
+                   "higher of their two losses at the end. Errors are standard errors over seeds (jackknife). Energy "
+                   "and cost are of one GPU."),
     "throughput": ("Throughput and memory", "Medians of a run's logged intervals, then means of the runs. Memory: the "
                    "peak."),
 }  # fmt: skip
