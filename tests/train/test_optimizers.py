@@ -91,9 +91,9 @@ def test_it_learns_what_adamw_does(tmp_path, learned, name, margin):
 
 
 def test_muon_trains_a_block_of_2026_further_than_adamw(tmp_path):
-    """By 0.40, 0.42 and 0.45 of a loss of 3.2 to 3.3 at this rate with seeds 1 to 3; at half of it by 0.15 to 0.23."""
-    words = ["model=gpt2_modern", "optim=tiny", "optim.lr=6e-3", "optim.warmup_steps=10", "precision=fp32", *LONGER]
-    base = [*SMALL, *words, "callbacks.checkpoint_every_n_steps=0", "seed=1"]
+    """By 0.16 and 0.15 of a loss of 3.0 with seeds 1 and 2, and an untied head, which both have to learn."""
+    words = ["model=gpt2_modern", "model.tied_head=false", "optim=tiny", "optim.lr=6e-3", "optim.warmup_steps=10"]
+    base = [*SMALL, *words, "precision=fp32", *LONGER, "callbacks.checkpoint_every_n_steps=0", "seed=1"]
     muon, adamw = (train(tmp_path / name, f"optimizer={name}", base=base) for name in ("muon", "adamw"))
     assert muon < adamw - 0.1
     assert adamw < 3.6, "from 5.5"

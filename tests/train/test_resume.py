@@ -36,6 +36,7 @@ CASES = {
     "every option": [*QWEN, "precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
     "a block of 2026": [
         "model=gpt2_modern",
+        "model.tied_head=false",
         "optim=tiny",
         "trainer.max_steps=12",
         "trainer.val_check_interval=5",
