@@ -25,14 +25,9 @@ ONE = ["precision=fp32", "logger=[default,tensorboard]", "logger.histograms_ever
 FP8 = [*EMULATED, *LLAMA, "recipe=delayed", "precision.bf16_last_steps=5", "activation_checkpointing=full"]
 AVERAGED = ["precision=bf16", "micro_batch_size=1", "optim.ema_decay=0.8", "callbacks.ranking=items.jsonl"]
 COPIES = ["trainer.gather=bfloat16", "trainer.shard=2", "trainer.reshard=false"]
-MODERN = [
-    *EMULATED, "model.norm=rms_norm", "model.mlp=relu_squared", "model.positions=rope", "model.tied_head=false",
-    "model.bias=false", "model.qk_norm=true", "model.depth_scaled_init=false",
-]  # fmt: skip
 KINDS = {
     "fp32": (2, 20, ONE, []),
     "fp8": (2, 20, FP8, ["trainer.gather=bfloat16"]),
-    "fp8 of 2026": (2, 20, MODERN, ["trainer.reshard=false"]),
     "copies": (4, 10, AVERAGED, COPIES),
 }
 DIGEST = """
