@@ -88,7 +88,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run's own folder."""
-        return self.study / re.sub(r"[^\w+.-]+", "_", self.name) / f"seed-{self.seed}"
+        return folder_of(self.study, self.name) / f"seed-{self.seed}"
 
     @property
     def step(self) -> int:
@@ -244,6 +244,11 @@ def main(argv: list[str]) -> int:
             losses[job.name][job.seed] = loss
     print(table(losses))
     return 0 if done and all(job.loss is not None for job in jobs) else 1
+
+
+def folder_of(study: Path, name: str) -> Path:
+    """Return the folder of a condition, which has one for each seed."""
+    return study / re.sub(r"[^\w+.-]+", "_", name)
 
 
 def legs(parser: Parser, words: Sequence[str], given: Sequence[str]) -> tuple[tuple[Leg, ...], int]:

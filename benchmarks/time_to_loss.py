@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from fp8_gap import folder_of
 from words import Parser
 
 Run = tuple[int, float]  # its tokens, and its final validation loss
@@ -59,8 +59,7 @@ def read(study: Path) -> dict[str, dict[str, dict[int, Run]]]:
     for name in json.loads((study / "study.json").read_text())["conditions"]:
         method, _, horizon = name.partition(" @ ")
         runs = methods.setdefault(method, {}).setdefault(horizon, {})
-        folder = study / re.sub(r"[^\w+.-]+", "_", name)  # as fp8_gap names it
-        for path in sorted(folder.glob("seed-*/summary.json")):
+        for path in sorted(folder_of(study, name).glob("seed-*/summary.json")):
             found = json.loads(path.read_text())
             if found["status"] == "completed":
                 runs[int(path.parent.name.removeprefix("seed-"))] = found["tokens"], found["last_val_loss"]

@@ -13,7 +13,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/checkpoint/**/*.py": (1362, 9),
     "gpt2_fp8/compat/**/*.py": (595, 8),
     "gpt2_fp8/compose/**/*.py": (1377, 7),
-    "gpt2_fp8/config/**/*.py": (3169, 19),
+    "gpt2_fp8/config/**/*.py": (3168, 19),
     "gpt2_fp8/data/**/*.py": (3442, 17),
     "gpt2_fp8/engine/**/*.py": (2465, 17),
     "gpt2_fp8/kernels/**/*.py": (3060, 19),
@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1784, 13),
     "gpt2_fp8/train/**/*.py": (3832, 20),
 }
-OTHERS = {"tests/**/*.py": 31916, "docs/*.md": 2734, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
+OTHERS = {"tests/**/*.py": 31917, "docs/*.md": 2741, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
 
 
 def lines(pattern: str) -> list[int]:

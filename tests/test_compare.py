@@ -50,8 +50,9 @@ def test_real_sweeps_of_emulated_fp8_and_bf16(tmp_path):
 
 
 def test_the_files_and_what_is_printed(tmp_path, capsys):
-    shown = told(capsys, pair(tmp_path), code=0)
+    shown = told(capsys, pair(tmp_path), "--price", "7.2", code=0)
     assert "+10.00%" in shown
+    assert "| base cost |" in shown
     result = shown.splitlines()[2]
     assert result.startswith("bf16 has the lowest validation loss, 4.0000; the next, fp8_hybrid, is 10.00% above it.")
     assert result.endswith("; 2.00 times as fast.")

@@ -46,8 +46,7 @@ class ModelConfig:
     depth_scaled_init: bool = True  # weights into the residual stream begin smaller, by sqrt(2 n_layer)
 
 
-# fields of ModelConfig; a resume may change them
-FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")
+FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")  # fields of ModelConfig; a resume may change them
 
 
 @dataclass(frozen=True, kw_only=True)

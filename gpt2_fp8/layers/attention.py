@@ -109,13 +109,8 @@ class FlashAttention(Attention):
         return _FlashAttention.apply(q, k, v)
 
 
-def _split(packed: Tensor, heads: Heads) -> tuple[Tensor, ...]:
-    """Split [batch, tokens, heads.packed] into views [batch, tokens, heads of each, size]."""
-    return packed.unflatten(2, (-1, heads.size)).split([heads.n_head, heads.n_kv_head, heads.n_kv_head], 2)
-
-
 class _Prepare(torch.autograd.Function):
-    """Queries, keys and values from the packed ones: with neither RoPE nor QK-norm, their `_split`.
+    """Queries, keys and values from the packed ones: with neither RoPE nor QK-norm, their `split_heads`.
 
     Its backward returns one packed gradient: that of which attention's backward gives the parts, if there is one.
     """
@@ -126,7 +121,7 @@ class _Prepare(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.given, ctx.heads, ctx.prepares = (turns, epsilon), heads, turns is not None or bool(norms)
         ctx.save_for_backward(packed, *norms)
-        parts = _split(packed, heads)
+        parts = reference.split_heads(packed, heads)
         if not ctx.prepares:
             return parts
         from gpt2_fp8.kernels.rotary import prepare_heads  # imports Triton
@@ -142,7 +137,8 @@ class _Prepare(torch.autograd.Function):
         if gradient is None:
             assert ctx.prepares, "FlashAttention 4's gradients are parts of one"
             gradient = torch.empty_like(packed)
-            _split(gradient, ctx.heads)[2].copy_(upstream[2])  # the kernel writes those of queries and keys
+            _, _, dv = reference.split_heads(gradient, ctx.heads)  # the kernel writes the other two
+            dv.copy_(upstream[2])
         of_norms = torch.empty(len(norms), ctx.heads.size, dtype=torch.float32, device=packed.device)
         if ctx.prepares:
             from gpt2_fp8.kernels.cast import reduce_columns
@@ -156,10 +152,10 @@ class _Prepare(torch.autograd.Function):
 
 
 def _whole(packed: Tensor, heads: Heads, parts: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the tensor like `packed` whose `_split` are these parts, in memory; None if they are not one's."""
+    """Return the tensor like `packed` whose `split_heads` are these parts, in memory; None if they are not one's."""
     start = parts[0].storage_offset() - packed.storage_offset()
     memory = parts[0].untyped_storage().data_ptr()
-    for part, like in zip(parts, _split(packed, heads), strict=True):
+    for part, like in zip(parts, reference.split_heads(packed, heads), strict=True):
         place = part.untyped_storage().data_ptr(), part.stride(), part.storage_offset()
         if place != (memory, like.stride(), like.storage_offset() + start):
             return None

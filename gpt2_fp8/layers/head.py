@@ -79,7 +79,7 @@ class Head(LayerNormLinear):
         """Return the normalisation's weight and, if it has one, its bias."""
         return [vector for vector in (self.layer_norm_weight, self.layer_norm_bias) if vector is not None]
 
-    def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, Slot]:
+    def normalisation(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float, Slot]:
         """Return what the kernels that normalise x [M, d] are called with."""
         return x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon, self.linear.slot("input")
 

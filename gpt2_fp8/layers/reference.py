@@ -153,6 +153,11 @@ def rotate(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def split_heads(packed: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    """Split [batch, tokens, heads.packed] into views [batch, tokens, heads of each, size]: queries, keys, values."""
+    return packed.unflatten(2, (-1, heads.size)).split([heads.n_head, heads.n_kv_head, heads.n_kv_head], dim=2)
+
+
 class Attention(nn.Module):
     """Causal attention, with what is done to queries and keys before it.
 
@@ -183,9 +188,8 @@ class Attention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Split into queries, keys and values: [batch, tokens, heads of each, size]."""
-        n_head, n_kv_head = self.heads.n_head, self.heads.n_kv_head
-        return qkv.unflatten(2, (-1, self.heads.size)).split([n_head, n_kv_head, n_kv_head], dim=2)
+        """Split into queries, keys and values: see `split_heads`."""
+        return split_heads(qkv, self.heads)
 
     def rotate(self, x: Tensor, angle: Tensor) -> Tensor:
         """Turn queries or keys, in float32 or more."""
