@@ -10,9 +10,10 @@ and sums u by row. E5M2 has the same error at every size, so the reference costs
 probability reaches E5M2's largest number if it is 28 times what the reference expects of the whole row.
 
 **References.** The most frequent targets of a batch have most of the probability in most rows. A GEMM over their logits
-alone costs 4 % of the whole head's. A row whose target is a rare id that was expected has its target's logit instead.
-The larger of both is at most the whole sum, less what rounding few logits to bfloat16 may have added. So probabilities
-relative to it are never too small, and rarely too large.
+alone costs 4 % of the whole head's. A row whose target is a rare id that was expected has its target's logit instead,
+and so has one whose input is a rare id that it expects again, as a tied head does early in training: it is the row
+before's target. The largest of these is at most the whole sum, less what rounding few logits to bfloat16 may have
+added. So probabilities relative to it are never too small, and rarely too large.
 
 **Rows.** The sum of u tells what a row's reference was off by. So its loss is known, and so is the factor that makes u
 the gradient. The input's gradient has a row for each row of u, which is multiplied by it afterwards. The weight's
@@ -63,13 +64,14 @@ def _references(
     largest = tl.maximum(tl.max(x, axis=0), LOWEST)
     log_sum = largest * LOG2E + tl.log2(tl.sum(tl.exp2((x - largest) * LOG2E), axis=0))
     log_sum -= tl.abs(largest) * (LOG2E / 256)
-    target = tl.load(targets + row)
     columns = tl.arange(0, COLUMNS)
-    inside = (columns < D) & (target >= 0)
-    a = tl.load(y + row * D + columns, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(weight + target * D + columns, mask=inside, other=0.0).to(tl.float32)
-    logit = tl.sum(a * b, axis=0) * (tl.load(y_scale_inv) * tl.load(weight_scale_inv)) * LOG2E
-    tl.store(log_sums + row, tl.where(target >= 0, tl.maximum(log_sum, logit), log_sum))
+    a = tl.load(y + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    a *= tl.load(y_scale_inv) * tl.load(weight_scale_inv) * LOG2E
+    for before in tl.static_range(2):  # its target, and its input
+        target = tl.load(targets + row - before, mask=row >= before, other=-1)
+        b = tl.load(weight + target * D + columns, mask=(columns < D) & (target >= 0), other=0.0).to(tl.float32)
+        log_sum = tl.where(target >= 0, tl.maximum(log_sum, tl.sum(a * b, axis=0)), log_sum)
+    tl.store(log_sums + row, log_sum)
 
 
 def choose_frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:

@@ -131,7 +131,7 @@ def a_head(m=448, n=3072, k=256, vocab_size=3001):
 
 
 @pytest.mark.parametrize(("ids", "vocab_size"), [(128, 3001), (2048, 3001), (2048, 257)])
-def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vocab_size):
+def test_references_are_at_most_the_sum_and_have_target_and_input(monkeypatch, ids, vocab_size):
     monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", ids)
     operands, targets = a_head(vocab_size=vocab_size)
     few = kernels.choose_frequent(targets, operands.b, vocab_size)
@@ -140,8 +140,10 @@ def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vo
     ours = kernels.compute_references(operands, targets, few)
     counted = targets >= 0
     at_target = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+    at_input = logits[1:].gather(1, targets[:-1].clamp_min(0)[:, None])[:, 0]
     assert torch.all(ours.double() <= log_sums + 1e-4)
     assert torch.all(ours[counted].double() >= at_target[counted] - 1e-4)
+    assert torch.all(ours[1:][counted[:-1]].double() >= at_input[counted[:-1]] - 1e-4)
     if ids > vocab_size:
         torch.testing.assert_close(ours.double(), log_sums, rtol=0, atol=0.2)
     counts = torch.bincount(targets[counted], minlength=vocab_size)
