@@ -2,6 +2,7 @@
 the whole head, against float64 and against the head with logits."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gpt2_fp8.kernels.formats import EXPONENT, Slot
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.product import Operands
 from tests.gpu import common, kernels
-from tests.gpu.common import VOCAB, calibrated, error, gradients, tokens
+from tests.gpu.common import CONFIG, VOCAB, calibrated, error, gradients, tokens
 from tests.gpu.kernels import DEVICE, E4M3, E5M2, bits, probability_rows, product_probabilities, target_rows
 from tests.gpu.test_gemm import operands as normal_operands
 from tests.gpu.test_layer_norm import exact_norm
@@ -264,7 +265,7 @@ def test_target_rows_repeat():
 
 def both_ways(monkeypatch, ids, room=64, change=None):
     """Loss and gradients by logits and by probabilities, and how many rows there were of each chunk to set aside."""
-    model, fp8 = calibrated("fused", ids=ids)
+    model, fp8 = calibrated("fused", ids=ids, config=replace(CONFIG, tied_head=change is None))
     if change:
         change(model)
     with state.restored(model):
@@ -299,11 +300,12 @@ def test_the_head_is_as_near_to_bf16_as_that_of_logits(monkeypatch, chunk):
 
 
 def surprise(model):
-    """Give each row nearly all of its probability to an id that is neither frequent nor its target."""
+    """Give each row nearly all of its probability to an id that is neither frequent nor its target, nor its input."""
     with torch.no_grad():
         model.tokens.weight[:VOCAB] += 0.02 * torch.randn(
             VOCAB, model.tokens.weight.shape[1], device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7)
         )
+        model.head.weight[:VOCAB] = model.tokens.weight[:VOCAB].roll(VOCAB // 2, 0)
         model.head.layer_norm_weight.mul_(24)
 
 
@@ -330,7 +332,7 @@ def test_it_repeats(monkeypatch):
     monkeypatch.setattr("gpt2_fp8.kernels.probabilities.IDS", 128)
     monkeypatch.setattr(FEWEST_ROWS, 1)
     ids = tokens(4)
-    model, fp8 = calibrated("fused", ids=ids)
+    model, fp8 = calibrated("fused", ids=ids, config=replace(CONFIG, tied_head=False))
     surprise(model)
     runs = []
     for _ in range(2):
