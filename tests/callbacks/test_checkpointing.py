@@ -158,21 +158,6 @@ def test_a_best_that_could_not_be_written_is_forgotten_when_that_is_known(tmp_pa
     assert tiers.tracker.best == best_of(tmp_path) == Pointer("step-00000008", 8, 2.0)
 
 
-def test_a_best_that_is_being_written_is_waited_for(tmp_path, monkeypatch):
-    gate, write = threading.Event(), files.write
-
-    def slow(path, checkpoint):
-        if checkpoint["global_step"] == 4:
-            gate.wait(10)
-            time.sleep(0.3)  # until after the validation of step 8, which is what has to wait
-        write(path, checkpoint)
-
-    monkeypatch.setattr(files, "write", slow)
-    hold = At("on_validation_start", 8, gate.set)
-    _, _, tiers = run(tmp_path, max_steps=9, every=0, val_losses={4: 1.0, 8: 2.0}, callbacks=[hold])
-    assert tiers.tracker.best == best_of(tmp_path) == Pointer("step-00000004", 4, 1.0)
-
-
 def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch):
     write, failures = files.write, [OSError(errno.ENOSPC, "No space left on device")]
 
