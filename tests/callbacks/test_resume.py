@@ -51,7 +51,7 @@ def assert_same(folder, whole):
         assert pointers.read(folder / "checkpoints", kind) == pointers.read(reference / "checkpoints", kind)
 
 
-LEGS = {"loader-as-long-as-the-run": {"length": 12}, "written-in-the-step": {"asynchronous": False}}
+LEGS = {"loader-as-long-as-the-run": {"length": 12}, "written-in-the-step": {"async_checkpoints": False}}
 
 
 @pytest.mark.parametrize("options", LEGS.values(), ids=LEGS)
