@@ -76,6 +76,14 @@ Summary.write = slow_write
 
 
 @pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of a single process, whose micro-batch two processes can take."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(folder, "micro_batch_size=2")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A run of two processes, without a name; returns the folder it was typed in, and what it printed."""
     cwd = tmp_path_factory.mktemp("two")
