@@ -163,12 +163,16 @@ class Queue:
         for i in range(self.places):
             self._free.put(gpus[i % len(gpus)] if gpus else None)
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopping = False
 
     def run(self, jobs: Sequence[Job]) -> bool:
         """Run what is not done of the jobs, in their order. Returns whether all are done."""
         with ThreadPoolExecutor(self.places) as pool:
             try:
                 return all(list(pool.map(self._run, jobs)))
+            except KeyboardInterrupt:
+                self._stopping = True
+                raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
@@ -181,7 +185,8 @@ class Queue:
             while not job.done:
                 before = job.step, job.trained
                 if self._process(job, gpu) or not (job.done or (job.step, job.trained) != before):
-                    print(f"{job.name}, seed {job.seed}: failed; see {job.folder / 'output.txt'}", flush=True)
+                    if not self._stopping:
+                        print(f"{job.name}, seed {job.seed}: failed; see {job.folder / 'output.txt'}", flush=True)
                     return False
             print(f"{job.name}, seed {job.seed}: {job.loss}", flush=True)
             return True

@@ -40,6 +40,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("study", type=Path, help="a folder of fp8_gap.py")
     parser.add_argument("--speeds", nargs="+", default=[], metavar="METHOD=TOKENS/S")
     asked, _ = parser.split(argv)
+    if not (asked.study / "study.json").exists():
+        parser.error(f"{asked.study} is no folder of fp8_gap.py")
     speeds = {name: float(speed) for name, _, speed in (given.rpartition("=") for given in asked.speeds)}
     methods = read(asked.study)
     first, *others = methods

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ def main(argv: list[str]) -> None:
     problems += [Problem(f"{top} is no folder (looked in {Path.cwd()})", _EXAMPLE) for top in tops if not top.is_dir()]
     if asked.out and asked.out.exists() and not asked.out.is_dir():
         problems.append(Problem(f"--out {asked.out} is a file", "name a folder, which may be new"))
+    if asked.price is not None and not 0 < asked.price < math.inf:
+        problems.append(Problem(f"--price {asked.price} is no price"))
     if problems:
         raise UserError(problems)
     from gpt2_fp8.reports import comparison, render, runs  # with numpy

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -74,6 +75,34 @@ def test_what_fp8_costs(script, capsys):
         assert "fp32          1  5." in capsys.readouterr().out
     found = json.loads(Path("study/fp32/seed-1/summary.json").read_text())
     assert (found["steps"], found["precision"]["ran"]) == (5, "fp8_hybrid")
+
+
+def test_an_interrupted_study_has_not_failed(script, capsys, monkeypatch):
+    """One of two runs ends as those that are told to stop, after the interruption."""
+    gap, stopped = script("fp8_gap"), Event()
+
+    def process(self, job, gpu):
+        if job.seed == 1:
+            raise KeyboardInterrupt
+        stopped.wait()
+        return 143
+
+    class Run:
+        terminate = stopped.set
+
+    jobs = [gap.Job(Path("study"), "a", seed, (), (gap.Leg(()),), 5) for seed in (1, 2)]
+    monkeypatch.setattr(gap.Queue, "_process", process)
+    runs = gap.Queue([], 2)
+    runs._running.add(Run())
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(jobs)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_to_a_loss_is_asked_of_no_study(script, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script("time_to_loss").main([str(tmp_path)])
+    assert f"{tmp_path} is no folder of fp8_gap.py" in capsys.readouterr().err
 
 
 def test_the_time_to_a_loss(script, tmp_path, capsys):

@@ -95,8 +95,8 @@ def test_hostile_text_is_shown_and_not_obeyed(tmp_path, capsys):
 
 def test_every_mistake_is_told_at_once(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
-    text = told(capsys, tmp_path / "none", tmp_path / "file", "--out", tmp_path / "file")
-    assert len(re.findall("^error: ", text, re.MULTILINE)) == 3
+    text = told(capsys, tmp_path / "none", tmp_path / "file", "--out", tmp_path / "file", "--price", -1)
+    assert len(re.findall("^error: ", text, re.MULTILINE)) == 4
 
 
 def test_one_run_alone_or_none_says_why(tmp_path, capsys):

@@ -161,8 +161,8 @@ def _as_text(word: str) -> str:
 
 def _no_flag(word: str, program: Program) -> Problem:
     """Report a flag such as --lr=0.1, with the key that was meant if there is one."""
-    key, _, value = word.lstrip("-").replace("-", "_").partition("=")
-    meant = key_named(key, program.schema)
+    key, _, value = word.lstrip("-").partition("=")
+    meant = key_named(key.replace("-", "_"), program.schema)
     typed = meant if meant and "=" in meant else f"{meant or 'KEY'}={value or 'VALUE'}"
     return Problem(f"{word} is no flag of {program.command}", f"{typed}, without dashes")
 

@@ -159,7 +159,7 @@ class _Job:
         config = run_length.fit_schedule(run_length.fit_length(config, self.typed), self.typed)
         across = list(check_processes(config, place, self.typed, self.number is None))
         config = fit_processes(config, place, self.typed)
-        across += checks.check(config, but_paths=self.purpose.shown)
+        across += [*checks.check(config, but_paths=self.purpose.shown), *checks.check_typed(config, self.typed)]
         if not (self.purpose.shown or any("run_name" in problem.keys for problem in across)):
             across += self._check_place(cfg, config)
         across = [problem for problem in across if not wrong & set(problem.keys)]

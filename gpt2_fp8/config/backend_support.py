@@ -149,8 +149,9 @@ def check(config: RunConfig) -> Iterator[Problem]:
 
 def _why_not_only_fused(config: RunConfig) -> str | None:
     """Return why a run cannot have what the fused layers alone have; None if it can."""
-    backend = config.precision.backend
+    backend, device = config.precision.backend, config.trainer.accelerator
     other = None if backend in ("auto", "fused") else f"this is precision.backend={backend}"
+    other = other or ("they are a GPU's, and this is trainer.accelerator=cpu" if device == "cpu" else None)
     reason = _why_not_fp8(config) or other or why_not_fused(config)
     return f"only the fused FP8 layers have it; {reason}" if reason else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -32,6 +32,11 @@ _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and 
 _SHAPE = ["n_embd", "n_head", "n_kv_head", "head_size"]
 _ROPE = ["rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"]
 
+_SWITCHED_OFF = {  # a key that has no effect where another one has this value, and does no harm unless it was typed
+    "callbacks.sample_prompt": ("callbacks.sample_tokens", 0),
+    "callbacks.fp8_health_every_n_steps": ("callbacks.fp8_health", False),
+    "callbacks.divergence_steps": ("callbacks.divergence_sigma", 0),
+}
 _SQL = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -48,6 +53,15 @@ def check(config: RunConfig, but_paths: bool = False) -> list[Problem]:
         return list(data_schema.check_mixture(config.data))
     checkers = _ACROSS if but_paths else (_check_paths, *_ACROSS)
     return [problem for checker in checkers for problem in checker(config)]
+
+
+def check_typed(config: RunConfig, typed: Container[str]) -> Iterator[Problem]:
+    """Find keys that were `typed` and have no effect."""
+    for key, (switch, off) in _SWITCHED_OFF.items():
+        if key in typed and value_of(config, switch) == off:
+            yield problem(config, f"{key} {switch}", "with the second the first has no effect")
+    if "data.val_fraction" in typed and getattr(config.data, "val_files", None):
+        yield problem(config, "data.val_fraction data.val_files", "with the second the first has no effect")
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:

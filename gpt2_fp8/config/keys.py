@@ -203,7 +203,7 @@ ALIASES = {
     "wandb_project": "'logger=[default,wandb]' logger.wandb.project=NAME",
     "wandb": "logger.wandb, with 'logger=[default,wandb]'", "device": "trainer.accelerator",
     "muon_lr": "optimizer.matrix_lr", "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval",
-    "epochs": "trainer.max_epochs", "unembedding_lr": "optim.head_lr",
+    "epochs": "trainer.max_epochs", "steps": "trainer.max_steps", "unembedding_lr": "optim.head_lr",
     "save_steps": "callbacks.checkpoint_every_n_steps", "save_total_limit": "callbacks.keep_checkpoints",
     "logging_steps": "trainer.log_every_n_steps", "lr_decay_iters": "trainer.max_steps",
     "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps", "max_seq_length": "model.n_positions",
@@ -247,7 +247,7 @@ def unknown_key(path: str, own: Sequence[str], everywhere: Iterable[str]) -> tup
     if not matches:
         groups = [other.partition(".")[0] for other in paths]
         named = {other.rpartition(".")[2]: other for other in paths} | {name: name for name in (*paths, *groups)}
-        matches = [named[name] for name in [*near_names(path, named, 1, 0.7), *near_names(leaf, named, 2, 0.7)]]
+        matches = [named[name] for name in near_names(leaf, named, 2, 0.7)]
     if matches:
         return cause, f"did you mean {either(list(dict.fromkeys(matches))[:3])}?"
     return cause, f"{group} has the keys {', '.join(own)}" if group else ""

@@ -35,6 +35,12 @@ run_name=x ckpt_path=last debug=fdr -> trainer.fast_dev_run
 trainer.max_epochs=1 debug=overfit -> trainer.max_epochs
 debug=[fdr,profiler] -> trainer.profiler
 callbacks.keep_epochs=true -> callbacks.keep_epochs
+callbacks.sample_tokens=0 callbacks.sample_prompt=x -> callbacks.sample_prompt
+callbacks=none callbacks.fp8_health_every_n_steps=7 -> callbacks.fp8_health_every_n_steps
+callbacks.divergence_sigma=0 callbacks.divergence_steps=7 -> callbacks.divergence_steps
+data=text_files data.train_files=[a] data.val_files=[b] data.val_fraction=0.1 -> data.val_fraction=0.1
+cuda_graphs=true trainer=cpu -> cuda_graphs
+precision.fast_accumulation=true trainer=cpu -> precision.fast_accumulation
 trainer.max_time=12h -> trainer.max_time
 data.tokenizer=gpt2 model.vocab_size=50000 -> model.vocab_size
 model.positions=rope model.head_size=7 precision=bf16 -> model.positions
@@ -126,6 +132,10 @@ GOLDEN = {
     "optim.weight_decai=1": "error: there is no key optim.weight_decai\n  fix: did you mean optim.weight_decay?",
     "precision.backend=fused recipe=current":
         "error: precision.backend=fused cannot run: they do delayed scaling alone, not recipe=current",
+    "penalty.foo=1": "error: there is no key penalty.foo\n  fix: penalty has the keys z_loss, logit_l2, activation_l1",
+    "steps=3": "error: there is no key steps\n  fix: here it is trainer.max_steps",
+    "--optim.lr=3e-4": "error: --optim.lr=3e-4 is no flag of python -m gpt2_fp8.run\n"
+                       "  fix: optim.lr=3e-4, without dashes",
     "--dtype=bfloat16": "error: --dtype=bfloat16 is no flag of python -m gpt2_fp8.run\n"
                         "  fix: precision=bf16, fp32 or fp8_hybrid, without dashes",
     "wandb.project=x": "error: there is no key wandb\n  fix: here it is logger.wandb, with 'logger=[default,wandb]'",
