@@ -173,8 +173,7 @@ class GPT2Module(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Put the text and the random numbers where the checkpoint left them, or where a new run begins."""
-        if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
-            begin(self.trainer.global_step)
+        self.trainer.datamodule.begin(self.trainer.global_step)  # type: ignore[attr-defined]
         rng.begin_rank(self._random_states, self.config.seed, self.trainer.global_step)
         self._step_state, self._random_states = {}, []  # from now on the step's own are newer
         self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer)
