@@ -73,7 +73,7 @@ def test_a_sick_run_says_so_once_unless_it_is_told_not_to(tmp_path, caplog):
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
     folder = tmp_path_factory.mktemp("off") / "run"
-    return recorded(folder, *FP8, *OFF)[0], folder
+    return recorded(folder, FP8[0], *OFF)[0], folder
 
 
 @pytest.mark.parametrize(
