@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # lines, modules
     "gpt2_fp8/*.py": (1791, 14),
     "gpt2_fp8/fp8/**/*.py": (1938, 11),
-    "gpt2_fp8/callbacks/**/*.py": (1373, 9),
+    "gpt2_fp8/callbacks/**/*.py": (1404, 9),
     "gpt2_fp8/checkpoint/**/*.py": (1362, 9),
     "gpt2_fp8/compat/**/*.py": (595, 8),
     "gpt2_fp8/compose/**/*.py": (1377, 7),
@@ -22,9 +22,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/model/**/*.py": (830, 7),
     "gpt2_fp8/reports/**/*.py": (907, 5),
     "gpt2_fp8/runtime/**/*.py": (1784, 13),
-    "gpt2_fp8/train/**/*.py": (3805, 20),
+    "gpt2_fp8/train/**/*.py": (3832, 20),
 }
-OTHERS = {"tests/**/*.py": 31856, "docs/*.md": 2744, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
+OTHERS = {"tests/**/*.py": 31960, "docs/*.md": 2745, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
 
 
 def lines(pattern: str) -> list[int]:

@@ -29,12 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing(Checkpoint):
-    """Saves by steps, by the clock, at the end, and at every lowest finite `val_loss`.
+    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every lowest finite `val_loss`.
 
     Args:
         folder: holds the checkpoints, `last.json` and `best.json`.
-        config: the intervals, how many are kept, and whether a thread writes them: then the step waits only for a copy
-            in host memory.
+        every_n_steps: the interval in steps; 0: not by steps.
+        keep: how many of the newest are kept (at least one), in addition to the best.
+        every_minutes: also save this long after the last checkpoint; 0: not by the clock.
+        keep_every_n_steps: also save at multiples of this, and keep these for good; 0: none.
+        asynchronous: write in a thread while training goes on; the step waits only for a copy in host memory.
 
     Attributes:
         tracker: what this rank knows of the checkpoints and validations.
@@ -44,15 +47,34 @@ class Checkpointing(Checkpoint):
     A checkpoint at the end of a step whose validation is still due resumes into that validation.
     """
 
-    def __init__(self, folder: Path, config: CallbacksConfig) -> None:
-        self.folder = folder
-        intervals = config.checkpoint_every_n_steps, config.checkpoint_every_minutes, config.keep_every_n_steps
-        self.intervals = Intervals(*intervals)
-        self.writer = Writer(folder, config.keep_checkpoints, self.intervals.is_permanent, config.async_checkpoints)
+    def __init__(
+        self,
+        folder: Path,
+        every_n_steps: int,
+        keep: int,
+        every_minutes: float = 0.0,
+        keep_every_n_steps: int = 0,
+        asynchronous: bool = True,
+    ) -> None:
+        self.folder = Path(folder)
+        self.intervals = Intervals(every_n_steps, every_minutes, keep_every_n_steps)
+        self.writer = Writer(self.folder, keep, self.intervals.is_permanent, asynchronous)
         self.tracker = CheckpointTracker(self.writer)
         self.longest_stall: float | None = None
         self._prepared = False  # the writer knows the state that it will get
         self._leaving = False  # an exception ends the run: nothing waits for a checkpoint that is taken from now on
+
+    @classmethod
+    def from_config(cls, folder: Path, config: CallbacksConfig) -> Checkpointing:
+        """Make it from `callbacks` of a run's configuration; `folder` is that of the checkpoints."""
+        return cls(
+            folder,
+            config.checkpoint_every_n_steps,
+            config.keep_checkpoints,
+            every_minutes=config.checkpoint_every_minutes,
+            keep_every_n_steps=config.keep_every_n_steps,
+            asynchronous=config.async_checkpoints,
+        )
 
     def save(self, trainer: Trainer) -> bool:
         """Save the present step, unless that was done already. Collective. Returns whether it is saved.
@@ -63,7 +85,7 @@ class Checkpointing(Checkpoint):
         step = trainer.global_step
         if self.tracker.requested_step == step:
             return True
-        if trainer.state.fn != TrainerFn.FITTING or step == 0:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
         self.intervals.restart_clock()
         self.tracker.validation_due = self.tracker.validated_step != step and loops.is_validation_due(trainer)
@@ -143,6 +165,8 @@ class Checkpointing(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the result of a saved step. If it is the best so far, save the step and let `best.json` name it."""
+        if trainer.sanity_checking:
+            return
         step, metric = trainer.global_step, trainer.callback_metrics.get("val_loss")
         if self.tracker.is_best_pending():
             with self._measure_stall():

@@ -56,6 +56,7 @@ class GracefulStop(Checkpoint):
         if self._signals.received is not None:  # it came after a sweep's job, and was held until now
             self._context.close()
             raise slurm.requeue_or_stop(self._signals.received)
+        self._validating = False
         self._signals.release()
         return self
 
@@ -234,7 +235,9 @@ class DivergenceGuard(Callback):
 
     def __init__(self, config: CallbacksConfig, save: Callable[[Trainer], bool]):
         limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
-        self.policy = DivergencePolicy(*limits, say=rank_zero_only(partial(log.warning, "%s")))  # all decide alike
+        self.policy = DivergencePolicy(
+            *limits, say=rank_zero_only(partial(log.warning, "%s"))
+        )  # all ranks decide alike
         self._save = save
         self._save_next = False
 

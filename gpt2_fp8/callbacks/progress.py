@@ -43,9 +43,10 @@ class LogLine(pl.Callback):
         config: RunConfig,
         time_left: Callable[[], float | None],
         best: Callable[[], tuple[float, int] | None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.total, self._tokens = steps_to_run(config), tokens_a_step(config)
-        self._time_left, self._best, self._told = time_left, best, False
+        self._time_left, self._best, self._clock, self._told = time_left, best, clock, False
         self._steps, self._seconds, self._began = 0, 0.0, 0.0  # after the first step, which compiles and calibrates
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -56,8 +57,8 @@ class LogLine(pl.Callback):
         """Note the step's end, and tell once how long the run will take."""
         self._steps += 1
         if not self._steps:
-            self._began = time.monotonic()
-        self._seconds = time.monotonic() - self._began
+            self._began = self._clock()
+        self._seconds = self._clock() - self._began
         steps, seconds, more = self._steps, self._seconds, self.total - trainer.global_step
         if self._told or not (steps >= _MANY_STEPS or (steps >= _FEW_STEPS and seconds >= _LONG_ENOUGH)):
             return
@@ -85,7 +86,10 @@ class LogLine(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Write the line of a validation. `best` does not know of it yet: checkpoints are taken after this."""
-        log.info(validation(trainer.global_step, self.total, pl_module.val_loss, self._best()))
+        loss, best = pl_module.val_loss, self._best()
+        if trainer.sanity_checking or loss is None:
+            return
+        log.info(validation(trainer.global_step, self.total, loss, best))
 
 
 def interval(step: int, total: int, metrics: Mapping[str, float], left: float | None) -> str:
@@ -133,7 +137,7 @@ class Samples(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Draw one sample. The seed is the same each time, so that samples differ only by the model."""
         divided = sharding.is_divided(pl_module.model)
-        if not (trainer.is_global_zero or divided):
+        if not (trainer.is_global_zero or divided) or trainer.sanity_checking:
             return
         stopped = (lambda: collectives.any_rank(signals.is_pending())) if divided else signals.is_pending
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
@@ -214,7 +218,7 @@ class ProgressBar(LightningBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Show its loss."""
-        self._validation = f"val_loss {pl_module.val_loss:.4f}"
+        self._validation = "" if pl_module.val_loss is None else f"val_loss {pl_module.val_loss:.4f}"
         self._draw()
 
     def _begin(self) -> None:

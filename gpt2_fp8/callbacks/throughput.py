@@ -130,7 +130,7 @@ class Throughput(pl.Callback):
             "skipped_steps": self.skipped_steps,
             "bf16_reruns": self.reruns,
             "tokens": trainer.global_step * self.tokens_per_step,
-            **trainer.datamodule.source_metrics(),  # type: ignore[attr-defined]
+            **getattr(trainer.datamodule, "source_metrics", dict)(),  # type: ignore[attr-defined]
         }
         assert self._newest is not None
         if self._since is not None:

@@ -95,7 +95,8 @@ class Training:
 
     def __init__(self, config: RunConfig, end: RunEnd) -> None:
         self.config, self.end = config, end
-        self.checkpointing = Checkpointing(end.folder / "checkpoints", config.callbacks)
+        folder = end.folder / "checkpoints"
+        self.checkpointing = Checkpointing.from_config(folder, config.callbacks)
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))

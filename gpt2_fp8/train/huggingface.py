@@ -196,11 +196,9 @@ def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Itera
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder, by the names in its files: they are mapped into memory, and read when used."""
     try:
-        whole = (path / WEIGHTS).is_file()
-        names = {WEIGHTS} if whole else set(disk.read_json(path / INDEX)["weight_map"].values())
-        return {key: tensor for name in sorted(names) for key, tensor in load_file(path / name).items()}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _weights_error(path, [f"they cannot be read ({error!r})"]) from error
+        return {key: tensor for name in _files(path) for key, tensor in load_file(path / name).items()}
+    except (SafetensorError, OSError) as error:
+        raise _weights_error(path, [f"they cannot be read ({error})"]) from error
 
 
 def _weights_error(path: Path, reasons: list[str]) -> CheckpointError:
@@ -227,3 +225,16 @@ def _write_folder(path: Path, weights: dict[str, Tensor], config: dict[str, Any]
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     durable.fsync(path.parent)
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of a folder's files of weights."""
+    if (path / WEIGHTS).is_file():
+        return [WEIGHTS]
+    try:
+        names = sorted(set(disk.read_json(path / INDEX)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _weights_error(path, [f"{INDEX} cannot be read ({error})"]) from None
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        raise _weights_error(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
+    return names

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +33,7 @@ from gpt2_fp8.train import huggingface, resume, trained
 from gpt2_fp8.train.language_model import check_shape
 from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.strategies import ShardedStrategy, own_part
-from gpt2_fp8.train.trainer import FolderCheckpointIO, check_trainer
+from gpt2_fp8.train.trainer import check_trainer, write_folders
 
 
 class GPT2Module(pl.LightningModule):
@@ -101,8 +100,7 @@ class GPT2Module(pl.LightningModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first."""
         check_trainer(self.trainer, self.config)
-        if isinstance(self.trainer.strategy.checkpoint_io, TorchCheckpointIO):  # which pickles
-            self.trainer.strategy.checkpoint_io = FolderCheckpointIO()
+        write_folders(self.trainer)
         loops.limit_steps(self.trainer, last_step(self.config))
         return []
 
@@ -144,24 +142,9 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
-
-        They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
-        another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
-        """
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens] (`logits`)."""
         self._check_built()
-        n_positions, step = self.config.model.n_positions, self.step
-        check_shape(ids, n_positions)
-        tokens = ids.shape[1]
-        in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
-        with step.evaluation.forwards() as model:
-            if in_fp8 and not step.scaling.ready:
-                remedy = "a training step or Trainer.validate finds them"
-                raise UserError.of("the FP8 layers have no scales yet", remedy)
-            if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
-                ids = functional.pad(ids, (0, n_positions - tokens))
-            found: Tensor = model(ids)
-        return found[:, :tokens, : self.vocab_size]
+        return logits(self.step, ids, self.vocab_size)
 
     def _check_built(self) -> None:
         """Raise UserError if the module has no layers."""
@@ -173,7 +156,8 @@ class GPT2Module(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Put the text and the random numbers where the checkpoint left them, or where a new run begins."""
-        self.trainer.datamodule.begin(self.trainer.global_step)  # type: ignore[attr-defined]
+        if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
+            begin(self.trainer.global_step)
         rng.begin_rank(self._random_states, self.config.seed, self.trainer.global_step)
         self._step_state, self._random_states = {}, []  # from now on the step's own are newer
         self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer)
@@ -303,3 +287,22 @@ class GPT2Module(pl.LightningModule):
             checkpoint["training_step"], average = trained.split_average(checkpoint.get("training_step", {}))
             checkpoint["state_dict"] = average or checkpoint["state_dict"]
         self._random_states, self._step_state = resume.take_state(checkpoint, self.trainer, self.step), {}
+
+
+def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
+    """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
+
+    They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
+    another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
+    """
+    n_positions = step.config.model.n_positions
+    check_shape(ids, n_positions)
+    tokens = ids.shape[1]
+    in_fp8 = step.plan.fp8 and not step.plan.evaluates_in_bf16
+    with step.evaluation.forwards() as model:
+        if in_fp8 and not step.scaling.ready:
+            raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
+        if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
+            ids = functional.pad(ids, (0, n_positions - tokens))
+        found: Tensor = model(ids)
+    return found[:, :tokens, :vocab_size]

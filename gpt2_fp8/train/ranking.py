@@ -50,7 +50,7 @@ class Ranking(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank them, if it is time, and log how many are right. Collective."""
         step, every = trainer.global_step, self._every_n_steps
-        if every and step % every and not loops.is_last_step(trainer):
+        if trainer.sanity_checking or (every and step % every and not loops.is_last_step(trainer)):
             return
         if (sums := self._log_likelihoods(pl_module)) is None:
             return

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -66,16 +66,13 @@ def build_trainer(
     options, place, on_gpu = config.trainer, ranks.current(), plan.device == "cuda"
     seen, count = torch.cuda.device_count() if on_gpu else 0, devices.devices(config, plan.device)
     environment: ClusterEnvironment = LightningEnvironment()  # whatever Lightning would detect
-    strategy: DDPStrategy | str = options.strategy
-    if place.several or count * options.num_nodes > 1:
-        strategy = ShardedStrategy(config) if options.strategy == "fsdp" else RanksStrategy()
     if place.several:
         environment = LaunchedEnvironment(devices.place(place, seen) if on_gpu else place.local_rank)
     return pl.Trainer(
         accelerator=plan.device,
         devices=min(place.local_world_size, seen) if on_gpu and place.several else count,
         num_nodes=options.num_nodes,
-        strategy=strategy,
+        strategy=_build_strategy(config) if place.several or count * options.num_nodes > 1 else options.strategy,
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -99,6 +96,10 @@ def build_trainer(
     )
 
 
+def _build_strategy(config: RunConfig) -> DDPStrategy:
+    return ShardedStrategy(config) if config.trainer.strategy == "fsdp" else RanksStrategy()
+
+
 class FolderCheckpointIO(CheckpointIO):
     """Saves and loads checkpoints as folders of safetensors and JSON: `Trainer(plugins=[FolderCheckpointIO()])`."""
 
@@ -116,6 +117,16 @@ class FolderCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the folder `path`, if it is a checkpoint."""
         files.remove(path)
+
+
+def write_folders(trainer: pl.Trainer) -> None:
+    """Have a Trainer write and read folders where it would pickle, as Lightning does by itself."""
+    io = trainer.strategy.checkpoint_io
+    is_async = isinstance(io, AsyncCheckpointIO)
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    if isinstance(inner, TorchCheckpointIO):
+        folders = FolderCheckpointIO()
+        trainer.strategy.checkpoint_io = AsyncCheckpointIO(folders) if is_async else folders
 
 
 class LaunchedEnvironment(TorchElasticEnvironment):
@@ -154,8 +165,9 @@ class SameRun(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
+        identity = getattr(getattr(trainer, "datamodule", None), "identity", dict)
         holder = disk.read_holder(self._folder)
-        own = self._facts | {"text": trainer.datamodule.identity()}  # type: ignore[attr-defined]
+        own = self._facts | {"text": identity()}
         told = [json.loads(facts) for facts in collectives.everyones(json.dumps([own, holder], default=str))]
         problems = list(_differences([facts for facts, _ in told]))
         if others := [rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]]:

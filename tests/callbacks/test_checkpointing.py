@@ -114,7 +114,7 @@ def test_the_clock_is_asked_every_ten_steps_and_starts_again_with_each_checkpoin
         def on_train_batch_start(self, *_):
             now[0] += 6.0  # seconds
 
-    run(tmp_path, max_steps=45, every=0, keep=9, val=100, checkpoint_every_minutes=1.7, callbacks=[Tick()])
+    run(tmp_path, max_steps=45, every=0, keep=9, val=100, every_minutes=1.7, callbacks=[Tick()])
     assert saved(tmp_path) == [20, 40, 45]  # 120 s after the start, and 120 s after that; 60 s are too few
 
 
@@ -136,7 +136,8 @@ def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
 
     monkeypatch.setattr(Writer, "save", slow_save)
     monkeypatch.setattr(files, "write", slow_write)
-    _, _, tiers = run(tmp_path, max_steps=6, val=100, async_checkpoints=asynchronous)
+    assert Checkpointing(tmp_path, 2, 1).longest_stall is None
+    _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
     assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
 
 
@@ -155,6 +156,21 @@ def test_a_best_that_could_not_be_written_is_forgotten_when_that_is_known(tmp_pa
     _, _, tiers = run(tmp_path, max_steps=9, every=0, val_losses={4: 1.0, 8: 2.0}, callbacks=[hold])
     assert slow.is_set()
     assert tiers.tracker.best == best_of(tmp_path) == Pointer("step-00000008", 8, 2.0)
+
+
+def test_a_best_that_is_being_written_is_waited_for(tmp_path, monkeypatch):
+    gate, write = threading.Event(), files.write
+
+    def slow(path, checkpoint):
+        if checkpoint["global_step"] == 4:
+            gate.wait(10)
+            time.sleep(0.3)  # until after the validation of step 8, which is what has to wait
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", slow)
+    hold = At("on_validation_start", 8, gate.set)
+    _, _, tiers = run(tmp_path, max_steps=9, every=0, val_losses={4: 1.0, 8: 2.0}, callbacks=[hold])
+    assert tiers.tracker.best == best_of(tmp_path) == Pointer("step-00000004", 4, 1.0)
 
 
 def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch):
@@ -178,7 +194,7 @@ def test_a_state_that_no_checkpoint_can_keep_ends_the_run_at_the_next_step(tmp_p
 
     for asynchronous in (True, False):
         with pytest.raises(TypeError, match="a set"):
-            run(tmp_path, max_steps=8, val=100, callbacks=[Odd()], async_checkpoints=asynchronous)
+            run(tmp_path, max_steps=8, val=100, callbacks=[Odd()], asynchronous=asynchronous)
 
 
 def test_what_is_saved_after_the_exception_is_written_too(tmp_path):
@@ -199,6 +215,13 @@ def test_what_is_saved_after_the_exception_is_written_too(tmp_path):
     assert files.read(pointers.resolve("last", tmp_path / "checkpoints"))["global_step"] == 3
 
 
+def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):
+    run(tmp_path, max_steps=8, keep=9, val_losses={4: 2.0, 8: 1.0})
+    source = str(tmp_path / "checkpoints" / "step-00000004")
+    run(tmp_path, max_steps=8, keep=9, val_losses={8: 5.0}, ckpt_path=source)
+    assert best_of(tmp_path) == Pointer("step-00000008", 8, 5.0)
+
+
 RANK = f"""
 import errno, json, os, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -211,7 +234,7 @@ def full(path, checkpoint):
     write(path, checkpoint)
 files.write = full
 losses = dict(zip((4, 8, 12), (1.0, 2.0, 3.0) if os.environ["RANK"] == "0" else (9.0, 8.0, 7.0)))
-_, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, checkpoint_every_minutes=1e-9, val_losses=losses)
+_, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, every_minutes=1e-9, val_losses=losses)
 known = tiers.tracker
 print(json.dumps([known.saved_step, known.best.step, known.best.val_loss, known.requested_step]))
 """

@@ -5,7 +5,6 @@ How the bar is drawn is in `tests/test_terminals.py`.
 
 import logging
 import math
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -46,12 +45,11 @@ def test_a_validation():
         assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}{mark}"
 
 
-def test_the_first_steps_tell_how_long(monkeypatch, caplog):
+def test_the_first_steps_tell_how_long(caplog):
     """Two steps of 2 s after a first one of 60 s: 4,096 tokens in 2 s, 297 steps are 594 s."""
     (config,), now = preflight([]), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    callback = LogLine(config, lambda: None, lambda: None)
-    trainer = SimpleNamespace(global_step=0)
+    callback = LogLine(config, lambda: None, lambda: None, clock=lambda: now[0])
+    trainer = SimpleNamespace(global_step=0, sanity_checking=False)
     caplog.set_level(logging.INFO, "gpt2_fp8")
     callback.on_train_start(trainer, SimpleNamespace(step=None))
     for seconds in (60.0, 2.0, 2.0, 2.0):
@@ -66,7 +64,7 @@ def test_a_validation_is_compared_with_the_best_before_it(caplog):
     config = replace(config, trainer=replace(config.trainer, max_steps=1000))
     caplog.set_level(logging.INFO, "gpt2_fp8")
     callback = LogLine(config, lambda: None, lambda: (2.5, 100))
-    trainer = SimpleNamespace(global_step=200)
+    trainer = SimpleNamespace(global_step=200, sanity_checking=False)
     callback.on_validation_end(trainer, SimpleNamespace(val_loss=2.75))
     assert caplog.records[0].getMessage() == "step   200/1,000  val_loss 2.7500  (best 2.5000 at step 100)"
 

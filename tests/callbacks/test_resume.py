@@ -1,7 +1,9 @@
 """A run cut in pieces equals the run in one piece: weights, moments, generators, losses and logs, bit for bit."""
 
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +53,17 @@ def assert_same(folder, whole):
         assert pointers.read(folder / "checkpoints", kind) == pointers.read(reference / "checkpoints", kind)
 
 
-LEGS = {"loader-as-long-as-the-run": {"length": 12}, "written-in-the-step": {"async_checkpoints": False}}
+def test_what_was_drawn_before_a_run_makes_no_difference(tmp_path, whole):
+    """Or this module's tests would depend on those that ran in the process before."""
+    for draw in (torch.rand, np.random.rand):
+        draw(1)
+    random.random()
+    run(tmp_path)
+    assert_same(tmp_path, whole)
+
+
+LEGS = {"long-loader": {"length": 1000}, "loader-as-long-as-the-run": {"length": 12}}
+LEGS |= {"written-in-the-step": {"asynchronous": False}}
 
 
 @pytest.mark.parametrize("options", LEGS.values(), ids=LEGS)

@@ -121,7 +121,8 @@ class Read(pl.Callback):
         self.seen.append((trainer.global_step, trainer.callback_metrics.get("train_loss")))
 
     def on_validation_end(self, trainer, *_):
-        self.seen.append((f"validated {trainer.global_step}", trainer.callback_metrics["train_loss"]))
+        if not trainer.sanity_checking:
+            self.seen.append((f"validated {trainer.global_step}", trainer.callback_metrics["train_loss"]))
 
 
 @pytest.fixture

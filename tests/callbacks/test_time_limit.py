@@ -68,6 +68,16 @@ def test_a_rank_stops_where_another_finds_the_time_over(clock, monkeypatch):
     assert stopped.should_stop
 
 
+def test_time_counts_before_anyone_limits_it(clock):
+    before, after = TimeLimit(None), TimeLimit(6)
+    before.on_train_start(trainer(), None)
+    clock.now += 4
+    after.load_state_dict(before.state_dict())
+    after.on_train_start(trainer(), None)
+    clock.now += 1
+    assert after.trained == 5
+
+
 def test_a_rollback_does_not_give_time_back(clock):
     limit = TimeLimit(100)
     limit.load_state_dict({"seconds": 10.0})

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -26,7 +25,6 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.files import read_manifest
-from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import rng
@@ -142,17 +140,16 @@ class At(Callback):
 
 def run(
     folder, max_steps=12, ckpt_path="last", every=2, keep=3, val=4, length=1000, callbacks=(), val_losses=None, ranks=1,
-    **options,
+    **tiers_options,
 ):  # fmt: skip
-    """One leg of a run in `folder`; (module, trainer, tiers). `ckpt_path`, `options`: as the user gives them."""
+    """One leg of a run in `folder`; (module, trainer, tiers). `ckpt_path` is as the user gives it."""
     warnings.filterwarnings("ignore")
-    folder, base = Path(folder), preflight([])[0].callbacks
+    folder = Path(folder)
     path = pointers.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):  # a checkpoint has the state of all three
         seed(0)
     module = Tiny(length, val_losses)
-    config = replace(base, checkpoint_every_n_steps=every, keep_checkpoints=keep, **options)
-    tiers = Checkpointing(folder / "checkpoints", config)
+    tiers = Checkpointing(folder / "checkpoints", every, keep, **tiers_options)
     step = read_manifest(path)["global_step"] if path else None
     with GracefulStop(tiers.save_now) as stop:
         trainer = Trainer(

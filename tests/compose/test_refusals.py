@@ -80,13 +80,6 @@ optm.lr=1 -> optm
 model._target_=os.system -> model._target_
 seed=x -> seed
 optim.lr=nan -> optim.lr
-optim.ema_start_step=3 -> optim.ema_start_step=3
-optim.ema_decay=0.9 optim.ema_start_step=300 -> optim.ema_start_step=300, trainer.max_steps=300
-callbacks.early_stopping_min_delta=1 -> callbacks.early_stopping_min_delta=1
-callbacks.ranking=/etc/passwd -> line 1
-callbacks.ranking=/etc/passwd data.val_sequences=0 -> data.val_sequences=0
-callbacks.ranking=/etc/passwd callbacks.ranking_every_n_steps=7 -> callbacks.ranking_every_n_steps=7
-precision.bf16_last_steps=300 -> precision.bf16_last_steps=300
 optim.scalar_lr=0 -> optim.scalar_lr=0
 optim.head_lr=1e-3 -> optim.head_lr=0.001, model.tied_head=true: a tied head's weight is the token embedding
 seed=1,2 -> seed

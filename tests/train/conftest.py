@@ -5,6 +5,7 @@ import pytest
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.fp8 import resolve
 from gpt2_fp8.fp8.backends import Torchao
+from tests.runs import train
 
 
 @pytest.fixture
@@ -14,3 +15,11 @@ def emulating_torchao(monkeypatch):
     monkeypatch.setattr(Torchao, "why_not", classmethod(lambda cls, config: backend_support.why_not_torchao(config)))
     monkeypatch.setattr(resolve, "why_not_recipe", lambda name: None)
     monkeypatch.setattr(resolve, "_why_not_fp8", lambda config, device: None)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of a single process, whose micro-batch two processes can take."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(folder, "micro_batch_size=2")
+    return folder

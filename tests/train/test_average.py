@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_fp8 import evaluate, export, generate
+from gpt2_fp8 import compose, evaluate, export, generate
 from gpt2_fp8.checkpoint.files import read, read_weights
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train.module import GPT2Module
 from tests.runs import (
     EMULATED_FP8,
@@ -149,3 +150,18 @@ def test_an_evaluation_that_fails_leaves_the_weights(monkeypatch):
     assert_equal(evaluated, average, "evaluated")
     assert_equal({name: weight.detach() for name, weight in step.model.named_parameters()}, weights, "weights")
     assert_equal(step.average.state_dict(), average, "average")
+
+
+def test_what_has_no_effect_or_cannot_be_is_refused_together(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"ctx": "a"}')
+    words = [
+        "optim.ema_start_step=3", "callbacks.early_stopping_min_delta=1", "data.val_sequences=0",
+        f"callbacks.ranking={tmp_path / 'bad.jsonl'}", "callbacks.ranking_every_n_steps=7",
+    ]  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        compose.preflight(words)
+    said = " ".join(problem.cause for problem in caught.value.problems)
+    for part in ("ema_start_step=3", "min_delta=1", "line 1", "val_sequences=0", "every_n_steps=7"):
+        assert part in said, part
+    with pytest.raises(UserError, match=r"ema_start_step=9, trainer.max_steps=9"):
+        compose.preflight(["optim.ema_decay=0.9", "optim.ema_start_step=9", "trainer.max_steps=9"])

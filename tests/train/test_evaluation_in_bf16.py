@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import evaluate
+from gpt2_fp8.train.module import logits
 from tests import runs as small
 from tests.runs import EMULATED_FP8, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
@@ -74,4 +75,5 @@ def evaluated(step):
 def test_no_scale_is_needed_or_found():
     step, plain = small.training_step(*IN_BF16), small.training_step("precision=bf16")
     assert torch.equal(evaluated(step), evaluated(plain))
+    assert torch.equal(logits(step, small.IDS_OF_BYTES[:, :7], 256), logits(plain, small.IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready

@@ -4,9 +4,11 @@ import csv
 
 import pytest
 
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.config.errors import UserError
 from tests import runs
-from tests.runs import EMULATED_FP8, assert_equal, checkpoint, metrics, record_steps, train, train_until
+from tests.runs import EMULATED_FP8, SMALL, assert_equal, checkpoint, metrics, record_steps, train, train_until
 
 LAST = [*EMULATED_FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
 
@@ -67,3 +69,8 @@ def test_the_health_of_fp8_ends_with_its_last_step(last):
     assert list(metrics(folder)["fp8/scale_weight"]) == [*range(1, 9)]
     with (folder / "fp8.csv").open(newline="") as file:
         assert {int(row["step"]) for row in csv.DictReader(file)} == {1, 8}
+
+
+def test_a_run_without_a_step_in_fp8_is_refused():
+    with pytest.raises(UserError, match=r"precision\.bf16_last_steps=12"):
+        compose.preflight([*SMALL, "precision.bf16_last_steps=12"])

@@ -55,6 +55,15 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_a_fresh_start_none(tmp_path)
     assert steps(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("torn", ["3,0.33", '"'])
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path, torn):
+    log(MetricsFile(tmp_path, None), [1, 2])
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write(torn)
+    log(MetricsFile(tmp_path, 5), [6])
+    assert steps(tmp_path) == [1, 2, 6]
+
+
 def test_a_validation_that_is_done_once_more_has_its_row_already(tmp_path):
     before = MetricsFile(tmp_path, None)
     log(before, range(1, 5))

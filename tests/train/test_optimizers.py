@@ -10,6 +10,8 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train.module import GPT2Module
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, summary, train, train_until
 
+OTHERS = ("adamw_bf16", "muon")
+
 
 def forged(run, change, step=4):
     path = checkpoint(run, step)
@@ -19,8 +21,15 @@ def forged(run, change, step=4):
     return path
 
 
-@pytest.mark.parametrize("name", ["adamw_bf16", "muon"])
-def test_a_skipped_step_before_a_resume_changes_nothing_after_it(tmp_path, monkeypatch, name):
+@pytest.fixture(scope="module", params=OTHERS)
+def whole(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    train(folder, f"optimizer={request.param}")
+    return request.param, folder
+
+
+def test_a_skipped_step_before_a_resume_changes_nothing_after_it(tmp_path, monkeypatch, whole):
+    name, _ = whole
     options = [f"optimizer={name}", "precision=fp32", "callbacks.checkpoint_every_n_steps=1"]
     update = TrainingStep._update
 
@@ -40,14 +49,16 @@ def test_a_skipped_step_before_a_resume_changes_nothing_after_it(tmp_path, monke
     assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
 
 
-def test_a_resume_under_another_optimizer_is_refused_and_its_weights_are_taken(tmp_path):
-    train(tmp_path / "muon", "optimizer=muon")
-    path = checkpoint(tmp_path / "muon", 12)
-    assert GPT2Module.load_from_checkpoint(path).config.optimizer.name == "muon"
+def test_a_resume_under_another_optimizer_is_refused_and_its_weights_are_taken(tmp_path, whole):
+    name, folder = whole
+    path = checkpoint(folder, 12)
+    module = GPT2Module.load_from_checkpoint(path)
+    assert module.config.optimizer.name == name
+    assert torch.isfinite(module(torch.zeros(1, 8, dtype=torch.int64))).all()
     with pytest.raises(UserError) as told:
         train(tmp_path / "run", "optimizer=adamw", f"ckpt_path={path}")
     (problem,) = told.value.problems
-    assert "optimizer=muon" in problem.cause
+    assert f"optimizer={name}" in problem.cause
     train(tmp_path / "anew", "optimizer=adamw", f"init_from={path}", "ckpt_path=null", "optim.lr=1e-12")
     torch.testing.assert_close(read_weights(checkpoint(tmp_path / "anew", 12)), read_weights(path), rtol=0, atol=1e-8)
 

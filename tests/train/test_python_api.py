@@ -11,11 +11,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
@@ -149,6 +151,12 @@ def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_pat
     assert any(cause in problem.cause for problem in caught.value.problems)
 
 
+def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path):
+    for call in ("fit", "validate", "predict"):
+        with pytest.raises(UserError, match="BoringModel"):
+            getattr(trainer(config, tmp_path), call)(BoringModel())
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -197,12 +205,16 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     whole.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     with pytest.raises(UserError, match=r"cannot be continued from: it has no .*optimizer_states"):
         fit(config, tmp_path, tmp_path / "weights")
+    shorter = load_config(*WORDS, "trainer.max_steps=6")
+    with pytest.raises(UserError, match="max_steps=6 ends before"):
+        fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
 
 
 def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
     rows, own = Rows(), ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True, save_top_k=1)
     callbacks = [own, EarlyStopping("val_loss", patience=50), LearningRateMonitor()]
-    callbacks.append(Throughput(config, 257))
+    folder = tmp_path / "checkpoints"
+    callbacks += [Throughput(config, 257), Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
     module, _ = fit(config, tmp_path, logger=rows, log_every_n_steps=2, val_check_interval=4, callbacks=callbacks)
     assert same(module, whole.module)
     best = min(whole.rows.of("val_loss").items(), key=lambda found: found[1])
@@ -213,6 +225,7 @@ def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
     rates = [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in (1, 3, 5, 7, 9, 11)]
     assert list(rows.of("lr-AdamW/pg1").values()) == pytest.approx(rates)
     assert list(rows.of("tokens_per_second")) == [10, STEPS]  # as trainer.log_every_n_steps says, and at the end
+    assert (folder / "step-00000012").is_dir()
 
 
 def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
@@ -231,6 +244,9 @@ def test_load_from_checkpoint_needs_the_folder_alone(config, whole, tmp_path):
     assert module.config == config
     assert module.hparams == whole.module.hparams
     assert same(module, whole.module)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(module.eval().model(ids), whole.module.eval().model(ids))
     data = TokenDataModule.from_config(config)
     (metrics,) = trainer(config, tmp_path).validate(module, datamodule=data, verbose=False)
     expected = whole.rows.of("val_loss")[STEPS]
