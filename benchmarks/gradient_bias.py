@@ -39,7 +39,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.model.loss import trained_loss
 from gpt2_fp8.runtime import devices, registry
-from gpt2_fp8.train import resume, trained
+from gpt2_fp8.train import trained
 
 EMULATED = "precision.backend=emulated recipe=delayed compile=false"
 
@@ -97,7 +97,7 @@ def measure(run: str, configs: dict[str, RunConfig], batches: int) -> str:
     first, *others = configs
     registry.load(configs[first].plugins, Path.cwd())
     found = trained.load(run, "last")
-    resume.refuse(list(resume.other_settings(configs[first].model, asdict(found.config.model))))
+    trained.refuse(list(trained.other_settings(configs[first].model, asdict(found.config.model))))
     models = {name: _gradients(name, config, dict(found.weights)) for name, config in configs.items()}
     errors = {name: Errors() for name in configs}
     count = 0

@@ -45,14 +45,16 @@ def main(argv: list[str]) -> int:
     speeds = {name: float(speed) for name, _, speed in (given.rpartition("=") for given in asked.speeds)}
     methods = read(asked.study)
     first, *others = methods
-    (base,) = methods[first].values()
+    base, *more = methods[first].values()
+    if more or not base:
+        parser.error(f"{first}, whose loss is to be reached, needs finished runs of one horizon")
     losses = [loss for _, loss in base.values()]
     goal, error = fmean(losses), _standard_error(losses)
-    reached: dict[str, Reached | None] = {first: Reached(fmean(tokens for tokens, _ in base.values()), 0.0, len(base))}
+    reached: dict[str, Reached | str] = {first: Reached(fmean(tokens for tokens, _ in base.values()), 0.0, len(base))}
     reached |= {name: reach(methods[name], goal, error) for name in others}
     print(f"L* = {goal:.4f} ({error:.4f}), of {first}")
     print(table(reached, speeds))
-    return 0 if all(reached.values()) else 1
+    return 1 if any(isinstance(found, str) for found in reached.values()) else 0
 
 
 def read(study: Path) -> dict[str, dict[str, dict[int, Run]]]:
@@ -68,14 +70,16 @@ def read(study: Path) -> dict[str, dict[str, dict[int, Run]]]:
     return methods
 
 
-def reach(horizons: dict[str, dict[int, Run]], goal: float, error: float) -> Reached | None:
-    """Return when a method reaches `goal`, whose standard error is given; None if its horizons do not bracket that."""
+def reach(horizons: dict[str, dict[int, Run]], goal: float, error: float) -> Reached | str:
+    """Return when a method reaches `goal`, whose standard error is given; in words why its horizons do not tell."""
     if len(horizons) != 2:
-        return None
+        return f"two horizons bracket L*, and it has {len(horizons)}"
     one, other = horizons.values()
     pairs = [sorted((one[seed], other[seed])) for seed in one.keys() & other.keys()]
-    if not pairs or not fmean(short[1] for short, _ in pairs) >= goal >= fmean(long[1] for _, long in pairs):
-        return None
+    if not pairs:
+        return "no seed has finished at both of its horizons"
+    if not fmean(short[1] for short, _ in pairs) >= goal >= fmean(long[1] for _, long in pairs):
+        return "its two horizons do not bracket L*"
     crossings, slopes = [], []
     for (few, worse), (many, better) in pairs:
         slope = math.log(many / few) / (worse - better)  # of log tokens over the loss that they take away
@@ -85,15 +89,15 @@ def reach(horizons: dict[str, dict[int, Run]], goal: float, error: float) -> Rea
     return Reached(tokens, tokens * math.hypot(_standard_error(crossings), fmean(slopes) * error), len(pairs))
 
 
-def table(reached: dict[str, Reached | None], speeds: dict[str, float]) -> str:
+def table(reached: dict[str, Reached | str], speeds: dict[str, float]) -> str:
     """Describe each method, in Markdown. Ratios are to the first."""
     lines = ["| method | seeds | M tokens to L* | seconds | of the first's time |", "|---|---|---|---|---|"]
     first = next(iter(reached))
     base = reached[first]
-    assert base is not None
+    assert isinstance(base, Reached)
     for name, found in reached.items():
-        if found is None:
-            lines.append(f"| {name} | | its two horizons do not bracket L* | | |")
+        if isinstance(found, str):
+            lines.append(f"| {name} | | {found} | | |")
             continue
         cells = [name, str(found.seeds), f"{found.tokens / 1e6:.1f} ({found.error / 1e6:.1f})", "", ""]
         if name in speeds:

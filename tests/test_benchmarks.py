@@ -107,8 +107,8 @@ def test_the_time_to_a_loss_is_asked_of_no_study(script, tmp_path, capsys):
 
 def test_the_time_to_a_loss(script, tmp_path, capsys):
     """Losses that fall with log tokens; one method needs half the tokens, and the horizons of another are too short."""
-    curves = {"bf16": 1.0, "muon": 0.5, "short": 0.5}
-    horizons = {"bf16 @ whole": 100, "muon @ a": 40, "muon @ b": 60, "short @ a": 10, "short @ b": 20}
+    curves = {"bf16": 1.0, "muon": 0.5, "short": 0.5, "one": 0.5}
+    horizons = {"bf16 @ whole": 100, "muon @ a": 40, "muon @ b": 60, "short @ a": 10, "short @ b": 20, "one @ a": 40}
     study = {"conditions": {name: [] for name in horizons}}
     (tmp_path / "study.json").write_text(json.dumps(study))
     for name, millions in horizons.items():
@@ -120,12 +120,22 @@ def test_the_time_to_a_loss(script, tmp_path, capsys):
             found = {"status": "completed", "tokens": tokens, "last_val_loss": loss}
             (folder / "summary.json").write_text(json.dumps(found))
     script("time_to_loss").main([str(tmp_path), "--speeds", "bf16=1e6", "muon=2e6"])
-    goal, _, _, of_bf16, of_muon, of_short = capsys.readouterr().out.splitlines()
+    goal, _, _, of_bf16, of_muon, of_short, of_one = capsys.readouterr().out.splitlines()
     assert goal == f"L* = {8 - 0.25 * math.log(1e8):.4f} (0.0100), of bf16"
     assert of_bf16 == "| bf16 | 2 | 100.0 (0.0) | 100.0 | 1.000 (0.000) |"
     # exp of the mean of two that luck moves by 0.01 / 0.25 of log tokens, and L* by as much
     assert of_muon == f"| muon | 2 | 50.0 ({50 * math.hypot(0.04, 0.04):.1f}) | 25.0 | 0.250 (0.014) |"
     assert "do not bracket" in of_short
+    assert of_one == "| one | | two horizons bracket L*, and it has 1 | | |"
+    for lost in (tmp_path / "muon_a/seed-1", tmp_path / "muon_b/seed-2"):
+        (lost / "summary.json").unlink()
+    assert script("time_to_loss").main([str(tmp_path)]) == 1
+    assert "| muon | | no seed has finished at both of its horizons | | |" in capsys.readouterr().out
+    for of_first in (["muon @ a", "muon @ b"], ["nothing @ whole"]):
+        (tmp_path / "study.json").write_text(json.dumps({"conditions": dict.fromkeys(of_first)}))
+        with pytest.raises(SystemExit, match="2"):
+            script("time_to_loss").main([str(tmp_path)])
+        assert "needs finished runs of one horizon" in capsys.readouterr().err
 
 
 def test_pictures(script, tmp_path):

@@ -172,7 +172,9 @@ def read_weights(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, T
     Raises CheckpointError for weights that are damaged, or no weights of the model.
     """
     if not hf_config.is_folder(path):
-        return files.read_weights(path)
+        weights = files.read_weights(path)
+        trained.check_weights(path, model)
+        return weights
     architecture, _ = hf_config.read_folder(path)
     where, tensors = hf_names.places(model, architecture, vocab_size), _load_tensors(path)
     stored = hf_names.under_their_names(set(tensors), where, architecture)

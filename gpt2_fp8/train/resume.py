@@ -15,16 +15,9 @@ from torch.optim import Optimizer
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import show, value_of
+from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import (
-    FREE_OF_WEIGHTS,
-    FP8PrecisionConfig,
-    ModelConfig,
-    PlainPrecisionConfig,
-    RegisteredOptimizer,
-    RunConfig,
-)
+from gpt2_fp8.config.schema import FP8PrecisionConfig, PlainPrecisionConfig, RegisteredOptimizer, RunConfig
 from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
@@ -57,9 +50,9 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     checkpoint is another model's, or of other text, with every difference.
     """
     config, own = step.config, _own_state(checkpoint, step)
-    others = list(other_settings(config.model, checkpoint.get("model", {})))
+    others = list(trained.other_settings(config.model, checkpoint.get("model", {})))
     if trainer.state.fn != TrainerFn.FITTING:
-        refuse(others)
+        trained.refuse(others)
         step.load_state_dict(own)
         return []
     path = Path(str(trainer.ckpt_path))
@@ -69,7 +62,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
     others += datamodule.other_settings(checkpoint["TokenDataModule"])
     others += _other_run(path, checkpoint, config)
-    refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
+    trained.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
     changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
     if ("average" in own) != step.average.exists:
@@ -88,19 +81,6 @@ def _own_state(checkpoint: dict[str, Any], step: TrainingStep) -> dict[str, Any]
         weights = dict(step.model.named_parameters())
         saved["average"] = {name: own_part(value, weights.get(name)) for name, value in saved["average"].items()}
     return saved
-
-
-def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the differences between a checkpoint's architecture, `given`, and this one: equal shapes say little.
-
-    A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
-    """
-    given = trained.with_defaults(ModelConfig, given, "model.") if given else {}
-    own = {key: value for key, value in asdict(model).items() if key not in FREE_OF_WEIGHTS}
-    if others := [key for key in own if key in given and given[key] != own[key]]:
-        told = "; ".join(f"model.{key} is {show(given[key])} there, {show(own[key])} here" for key in others)
-        cause = f"the checkpoint is of another model: {told}"
-        yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
 def _other_run(path: Path, checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
@@ -194,9 +174,3 @@ def _changed_rates(saved: list[Any], now: list[Any], names: list[str], step: int
 
 def _label(config: RunConfig) -> str:
     return getattr(config.optimizer, "label", config.optimizer.name)
-
-
-def refuse(differences: list[Problem]) -> None:
-    """Raise CheckpointError with every difference, if there are any."""
-    if differences:
-        raise CheckpointError(differences)

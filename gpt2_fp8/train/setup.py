@@ -169,8 +169,9 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("optimizer  %s: %.3g bytes of state a parameter%s", config.optimizer.name, state, averaged)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     numbers = (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)
-    log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s",
-             *(f"{number:,}" for number in numbers), format_count(config.micro_batch, "sequence"))  # fmt: skip
+    warmup = format_count(config.optim.warmup_steps, "step")
+    log.info("steps      %s of %s x %s = %s tokens, in micro-batches of %s; %s of warm-up",
+             *(f"{number:,}" for number in numbers), format_count(config.micro_batch, "sequence"), warmup)  # fmt: skip
     if peak := peak_bf16_flops(name):
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:

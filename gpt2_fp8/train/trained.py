@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -15,11 +15,12 @@ from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.files import read_plain
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import hints_of, kind_of, show, tag_field, tags_of, value_of
 from gpt2_fp8.config.programs import EXAMPLES, Averaged, Which, is_run
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RunConfig
 from gpt2_fp8.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -169,3 +170,38 @@ def _class_of(hint: Any, group: Mapping[str, Any]) -> type[Any] | None:
         return classes[0] if classes else None
     tag = tag_field(classes)
     return next((each for each in classes if group.get(tag) in tags_of(each, tag)), None)
+
+
+def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
+    """Yield the differences between a checkpoint's architecture, `given`, and this one: equal shapes say little.
+
+    A checkpoint of format 1 gives nothing. One from before the model had options has GPT-2's.
+    """
+    given = with_defaults(ModelConfig, given, "model.") if given else {}
+    own = {key: value for key, value in asdict(model).items() if key not in FREE_OF_WEIGHTS}
+    if others := [key for key in own if key in given and given[key] != own[key]]:
+        told = "; ".join(f"model.{key} is {show(given[key])} there, {show(own[key])} here" for key in others)
+        cause = f"the checkpoint is of another model: {told}"
+        yield Problem(cause, "use the model= that the checkpoint was trained with")
+
+
+def check_weights(path: Path, model: ModelConfig) -> None:
+    """Raise CheckpointError if the checkpoint `path` is of another model, for a run that takes its weights alone.
+
+    Vocabulary and learned positions show in the shapes. Where the context becomes longer, rotations may change with it.
+    """
+    given = read_plain(path, "model") or value_of(read_plain(path, KEY), "model")
+    if not isinstance(given, dict):  # format 1
+        return
+    there = ModelConfig(**with_defaults(ModelConfig, given, "model."))
+    free, longer = (*FREE_OF_WEIGHTS, "vocab_size", "n_positions"), model.n_positions > there.n_positions
+    own = {k: value for k, value in asdict(model).items() if k in free or (longer and k.startswith("rope_"))}
+    there = replace(there, **own)
+    if (there.n_layer, block_spec(there)) != (model.n_layer, block_spec(model)):  # which knows what a null means
+        refuse(list(other_settings(model, asdict(there))))
+
+
+def refuse(differences: list[Problem]) -> None:
+    """Raise CheckpointError with every difference, if there are any."""
+    if differences:
+        raise CheckpointError(differences)

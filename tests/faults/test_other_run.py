@@ -4,10 +4,13 @@ import re
 
 import pytest
 
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import token_stream
-from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train, train_until
+from gpt2_fp8.train.language_model import LanguageModel
+from gpt2_fp8.train.module import GPT2Module
+from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 SHORT = ["trainer.max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint_every_n_steps=2"]
 
@@ -40,9 +43,42 @@ def test_13_another_model_is_refused_with_every_difference(tmp_path, begun):
 
 def test_13_weights_of_another_model_are_refused_in_one_line(tmp_path, begun):
     with pytest.raises(UserError) as error:
-        train(tmp_path / "other", *SHORT, f"init_from={begun}", "model.tied_head=false")
+        train(tmp_path / "other", *SHORT, f"init_from={begun}", "model.vocab_size=512")
     (problem,) = error.value.problems
-    assert re.fullmatch(r"the checkpoint does not fit the model: [^\n\t]*head\.weight[^\n\t]*", problem.cause)
+    assert re.fullmatch(r"the checkpoint does not fit the model: [^\n\t]*tokens\.weight[^\n\t]*", problem.cause)
+
+
+ROPE = {"positions": "rope", "rope_base": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "said"),
+    [
+        ("model.mlp=relu_squared", {}, ["model.mlp is gelu there, relu_squared here"]),
+        ("model.n_head=4 model.n_layer=2", {}, ["model.n_layer is 1 there, 2 here", "model.n_head is 2 there, 4 here"]),
+        ("model.norm_epsilon=1e-6", {}, ["model.norm_epsilon is 1e-05 there, 1e-06 here"]),
+        ("model.positions=rope", ROPE, ["model.rope_base is 500000.0 there, null here"]),
+        ("model.positions=rope model.rope_base=5e5 model.n_positions=16 model.rope_scaling=2", ROPE, ["rope_scaling"]),
+        ("model.positions=rope model.rope_base=1e6 model.n_positions=64 model.rope_scaling=2", ROPE, []),  # lengthened
+        ("model.positions=rope model.rope_base=10000 model.rope_scaling=1", {"positions": "rope"}, []),
+        ("model.mlp_width=128 model.head_size=16 model.n_kv_head=2 model.vocab_size=300", {}, []),  # what null means
+        ("model.dropout=0.1 model.depth_scaled_init=false seed=7", {"name": "another"}, []),
+    ],
+)
+def test_13_weights_of_another_block_are_refused_although_their_shapes_agree(tmp_path, begun, words, there, said):
+    state = files.read(begun)
+    state["hyper_parameters"]["model"] |= there
+    del state["model"]  # as in what import_hf writes
+    files.write(tmp_path / begun.name, state)
+    (config,) = compose.preflight([*SMALL, *words.split(), f"init_from={tmp_path / begun.name}"])
+    if not said:
+        GPT2Module(config)
+        return
+    for made in (GPT2Module, LanguageModel.from_config):
+        with pytest.raises(UserError, match="the checkpoint is of another model: ") as refused:
+            made(config)
+        assert all(each in str(refused.value) for each in said)
+        assert refused.value.exit_code == 2
 
 
 def test_14_another_tokenizer_is_refused(tmp_path, begun):

@@ -7,6 +7,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.trained import from_checkpoint, to_plain
 from tests.runs import SMALL, metrics, summary, train
@@ -59,6 +60,16 @@ def test_a_warm_up_beyond_the_epochs_is_shortened_if_it_is_a_groups_and_refused_
         length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8")
     counted = length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8", typed=())
     assert (counted.config.trainer.max_steps, counted.config.optim.warmup_steps) == (7, 0)
+
+
+def test_the_log_has_a_warm_up_that_is_nearly_the_whole_run(tmp_path, caplog):
+    (config,) = preflight(
+        ["model=gpt2", "trainer=cpu", "precision=fp32", "trainer.max_steps=800", "micro_batch_size=2"]
+    )
+    with caplog.at_level("INFO"):
+        setup.announce(config, resolve(config, "cpu"), 257, 1, tmp_path, None)
+    tokens = "800 of 512 x 1,024 = 524,288 tokens, in micro-batches of 2 sequences"
+    assert f"steps      {tokens}; 700 steps of warm-up" in caplog.messages
 
 
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "bf16"])
