@@ -103,9 +103,6 @@ def _without_effect(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none")
     if optim.ema_start_step and optim.ema_decay is None:
         yield problem(config, "optim.ema_start_step optim.ema_decay", "there is no average of weights to begin")
-    if optim.head_lr is not None and config.model.tied_head:
-        reason = "a tied head's weight is the token embedding, whose rate is optim.embedding_lr"
-        yield problem(config, "optim.head_lr model.tied_head", reason, "optim.head_lr=null")
     yield from _without_validation(config)
     if trainer.fast_dev_run and config.ckpt_path is not None:
         reason = "the one step that it takes is a new run's first, and continues none"

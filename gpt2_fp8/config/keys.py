@@ -203,7 +203,7 @@ ALIASES = {
     "wandb_project": "'logger=[default,wandb]' logger.wandb.project=NAME",
     "wandb": "logger.wandb, with 'logger=[default,wandb]'", "device": "trainer.accelerator",
     "muon_lr": "optimizer.matrix_lr", "eval_iters": "data.val_sequences", "eval_steps": "trainer.val_check_interval",
-    "epochs": "trainer.max_epochs", "steps": "trainer.max_steps", "unembedding_lr": "optim.head_lr",
+    "epochs": "trainer.max_epochs", "steps": "trainer.max_steps",
     "save_steps": "callbacks.checkpoint_every_n_steps", "save_total_limit": "callbacks.keep_checkpoints",
     "logging_steps": "trainer.log_every_n_steps", "lr_decay_iters": "trainer.max_steps",
     "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps", "max_seq_length": "model.n_positions",

@@ -117,7 +117,6 @@ class OptimConfig:
 
     lr: Positive  # the peak
     embedding_lr: Positive | None = None  # the peak of the token and position embeddings; null: lr
-    head_lr: Positive | None = None  # that of an untied head's weight; null: lr
     scalar_lr: Positive | None = None  # that of biases and normalisation weights; null: lr
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
     min_lr_ratio: Annotated[float, Range(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1

@@ -46,7 +46,7 @@ from gpt2_fp8.runtime import collectives, registry
 _Named = list[tuple[str, Tensor]]
 _ADAMW = AdamWOptimizer(name="adamw")
 BATCH_BYTES = 1 << 27  # of Muon's updates in bfloat16 that are made orthogonal together
-_APART = {"head.weight": "head_lr", "positions.weight": "embedding_lr", "tokens.weight": "embedding_lr"}
+_TABLES = ("positions.weight", "tokens.weight")
 _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
 
@@ -95,14 +95,15 @@ def _fused_adamw(named: _Named, config: OptimConfig) -> AdamW:
 def _groups(named: _Named, config: OptimConfig) -> list[dict[str, Any]]:
     """Divide parameters, ordered by name, by their rates. The first group has `optim.lr`, and may be empty.
 
-    If head or tables have a rate of their own, each is a group, between the matrices of the blocks and the vectors.
-    That is also the order of their names: whatever the rates, the groups in a row hold the parameters in the same
-    order, by which a checkpoint has their state.
+    Tables with a rate of their own are a group between the other matrices and the vectors. That is also the order of
+    their names: whatever the rates, the groups in a row hold the parameters in the same order, by which a checkpoint
+    has their state.
     """
-    apart = _APART if config.head_lr or config.embedding_lr else {}
-    by_rate: dict[str, list[Tensor]] = {"lr": [], "head_lr": [], "embedding_lr": [], "scalar_lr": []}
+    apart = _TABLES if config.embedding_lr else ()
+    by_rate: dict[str, list[Tensor]] = {"lr": [], "embedding_lr": [], "scalar_lr": []}
     for name, parameter in named:
-        by_rate[apart.get(name, "lr") if parameter.dim() >= 2 else "scalar_lr"].append(parameter)
+        of_matrix = "embedding_lr" if name in apart else "lr"
+        by_rate[of_matrix if parameter.dim() >= 2 else "scalar_lr"].append(parameter)
     groups = []
     for key, parameters in by_rate.items():
         rate = getattr(config, key) if key != "lr" else None  # which the optimizer itself is given

@@ -81,7 +81,6 @@ model._target_=os.system -> model._target_
 seed=x -> seed
 optim.lr=nan -> optim.lr
 optim.scalar_lr=0 -> optim.scalar_lr=0
-optim.head_lr=1e-3 -> optim.head_lr=0.001, model.tied_head=true: a tied head's weight is the token embedding
 seed=1,2 -> seed
 -m 'optim.lr=interval(1,2)' -> BasicSweeper
 -m 'experiment=glob(zz*)' -> experiment

@@ -1,4 +1,4 @@
-"""Rates of their own for tables, head and vectors: which parameters have them, in which order, and the schedule."""
+"""Rates of their own for tables and vectors: which parameters have them, in which order, and the schedule."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.model.options import MODERN
 
 MUON = MuonOptimizer(name="muon", matrix_lr=0.03, momentum=0.95, ns_steps=5)
 CHOICES = {"muon": MUON, **{name: AdamWOptimizer(name=name) for name in ("adamw", "adamw_bf16")}}
-RATES = {"embedding_lr": 0.05, "head_lr": 0.002, "scalar_lr": 0.04}
+RATES = {"embedding_lr": 0.05, "scalar_lr": 0.04}
 MODELS = {"GPT-2": CONFIG, "of 2026": replace(CONFIG, **MODERN), "untied": replace(CONFIG, tied_head=False)}
 every_choice = pytest.mark.parametrize("choice", CHOICES)
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -33,7 +33,7 @@ def expected(name, parameter, choice, own):
         return own.get("scalar_lr", OPTIM.lr), 0.0
     if name.startswith("blocks."):
         return MUON.matrix_lr if choice == "muon" else OPTIM.lr, 0.1
-    return own.get("head_lr" if name == "head.weight" else "embedding_lr", OPTIM.lr), 0.1
+    return OPTIM.lr if name == "head.weight" else own.get("embedding_lr", OPTIM.lr), 0.1
 
 
 @pytest.mark.parametrize("keys", [[], *([key] for key in RATES), list(RATES)], ids=str)
@@ -54,7 +54,7 @@ def test_each_parameter_has_its_rate_and_the_order_of_a_checkpoint(choice, model
 @every_model
 @every_choice
 def test_equal_rates_change_no_bit_and_another_rate_changes_its_parameters_alone(choice, model):
-    same = replace(OPTIM, embedding_lr=OPTIM.lr, head_lr=OPTIM.lr, scalar_lr=OPTIM.lr)
+    same = replace(OPTIM, embedding_lr=OPTIM.lr, scalar_lr=OPTIM.lr)
     models = [build(MODELS[model]) for _ in range(3)]
     optims = OPTIM, same, replace(same, embedding_lr=2 * OPTIM.lr)
     optimizers = [build_optimizer(m, o, CHOICES[choice]) for m, o in zip(models, optims, strict=True)]
@@ -92,7 +92,7 @@ def test_an_optimizer_of_ones_own_is_given_the_rates(monkeypatch):
     model, choice = build(MODELS["of 2026"]), RegisteredOptimizer(name="registered", factory="sgd", state_bytes=0)
     found = rates(model, build_optimizer(model, replace(OPTIM, **RATES), choice))
     assert found == {name: expected(name, p, "sgd", RATES) for name, p in model.named_parameters()}
-    assert ["lr" in group for group in seen] == [False, True, True, True]
+    assert ["lr" in group for group in seen] == [False, True, True]
     seen.clear()
     build_optimizer(model, OPTIM, choice)
     assert ["lr" in group for group in seen] == [False, False], "the factory decides"

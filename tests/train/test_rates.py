@@ -1,4 +1,4 @@
-"""Whole runs with rates of their own for tables, head and vectors: checkpoints with other groups, and the log."""
+"""Whole runs with rates of their own for tables and vectors: checkpoints with other groups, and the log."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from gpt2_fp8.config.errors import UserError
 from tests.runs import SMALL, checkpoint, metrics, train, train_until
 
 CHOICES = ["adamw", "adamw_bf16", "muon"]
-SAME = ["optim.embedding_lr=0.002", "optim.head_lr=0.002", "optim.scalar_lr=0.002"]  # as optim.lr is
+SAME = ["optim.embedding_lr=0.002", "optim.scalar_lr=0.002"]  # as optim.lr is
 UNTIED = [*SMALL, "model.tied_head=false", "precision=fp32"]
 
 
@@ -39,14 +39,14 @@ def test_a_rate_of_its_own_that_a_resume_leaves_out_is_said(tmp_path, caplog, ch
 
 
 def test_the_log_has_the_rate_of_optim(tmp_path):
-    """Also where no parameter has it: Muon has the matrices."""
-    own = ["optimizer=muon", "optimizer.matrix_lr=0.01", "optim.embedding_lr=0.03", "optim.head_lr=0.04"]
+    """Also where no parameter has it: Muon has the matrices, and a tied head is the table."""
+    own = ["optimizer=muon", "optimizer.matrix_lr=0.01", "optim.embedding_lr=0.03"]
     words = [*own, "optim.scalar_lr=0.05", "callbacks.checkpoint_every_n_steps=0"]
-    train(tmp_path / "run", *words, base=UNTIED)
+    train(tmp_path / "run", *words, "model.tied_head=true", base=UNTIED)
     logged = metrics(tmp_path / "run")["lr"]
     assert logged[3] == pytest.approx(0.002, rel=1e-6)
     saved = read(checkpoint(tmp_path / "run", 12))["optimizer_states"][0]["param_groups"]
-    assert [group["initial_lr"] for group in saved] == [0.002, 0.04, 0.03, 0.05, 0.01]
+    assert [group["initial_lr"] for group in saved] == [0.002, 0.03, 0.05, 0.01]
     assert saved[0]["params"] == []
 
 

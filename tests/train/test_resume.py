@@ -43,7 +43,6 @@ CASES = {
         *EMULATED,
         "optimizer=muon",
         "optim.embedding_lr=1e-2",
-        "optim.head_lr=4e-3",
         "optim.scalar_lr=5e-3",
     ],
     "compiled": [*QWEN, "precision=bf16", "compile=true"],
