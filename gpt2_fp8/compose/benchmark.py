@@ -95,7 +95,7 @@ def _refusal(override: Override, in_row: bool = False) -> Problem | None:
     """Return why a word that would be right for a run is wrong for a benchmark, or `in_row`, in a row; else None."""
     key, line = override.key_or_group, str(override.input_line)
     value, group = line.partition("=")[2], key.partition(".")[0]
-    if key in _HERE:
+    if key in _HERE and not (in_row and key == "global_batch_size"):
         return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
     if key in LISTS and not in_row:
         return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value.strip('[]')}]'")
@@ -157,6 +157,7 @@ class _Case(NamedTuple):
     size: int
     last: Sequence[str] = ()
     name: str = ""  # of a row
+    whole: int | None = None  # a row's own global batch
 
 
 def _combine(bench: BenchConfig, given: list[Override], gpu: bool, problems: list[Problem]) -> list[_Case]:
@@ -195,9 +196,9 @@ def _read_cases(bench: BenchConfig, file: str, given: list[Override], problems: 
     for name, typed in read_rows(file, problems).items():
         words, found = parse(typed)
         found += [problem for word in words if (problem := _refusal(word, in_row=True))]
-        sizes = [word.value() for word in words if word.key_or_group == "micro_batch_size"]
-        size = sizes[-1] if sizes and isinstance(sizes[-1], int) else bench.micro_batch_size[0]
-        cases += [] if found else [_Case(first, size, typed, name)]
+        sizes = {word.key_or_group: value for word in words if isinstance(value := word.value(), int)}
+        size = sizes.get("micro_batch_size", bench.micro_batch_size[0])
+        cases += [] if found else [_Case(first, size, typed, name, sizes.get("global_batch_size"))]
         problems += _of_row(name, found)
     return cases
 
@@ -215,7 +216,7 @@ def _compose(case: _Case, bench: BenchConfig, catalog: Catalog, gpu: bool, probl
             found.append(Problem("the benchmark measures one device, and this is a run on several"))
         if not limits(config):
             found.append(Problem("the benchmark counts no epochs", "trainer.max_steps=NUMBER in the file"))
-        model, whole = config.model, bench.global_batch_size
+        model, whole = config.model, case.whole or bench.global_batch_size
         if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
             model = replace(model, vocab_size=NAMES["gpt2"])  # also if the text has another tokenizer
         if whole is None:

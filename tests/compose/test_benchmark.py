@@ -130,11 +130,13 @@ def row_problems(text, *words):
 def test_each_row_is_a_run_of_its_own_words_and_no_baseline_is_added():
     text = "# what\n\nfirst: precision=bf16 compile=false attention=math\n"
     text += "small, FP8: precision=fp8_hybrid micro_batch_size=8 # x\n"
-    first, second = rows(text, "bench.micro_batch_size=16", "model.n_positions=512")
-    assert [c.notes for c in (first, second)] == ["first", "small, FP8"]
+    text += "its own step: micro_batch_size=8 global_batch_size=24\n"
+    first, second, third = rows(text, "bench.micro_batch_size=16", "model.n_positions=512")
+    assert [c.notes for c in (first, second, third)] == ["first", "small, FP8", "its own step"]
     assert (first.precision.name, first.compile, first.attention, first.micro_batch_size) == ("bf16", False, "math", 16)
     assert (second.precision.name, second.micro_batch_size, second.model.n_positions) == ("fp8_hybrid", 8, 512)
     assert first.global_batch_size * 512 == second.global_batch_size * 512 == 131_072, "the same step"
+    assert third.global_batch_size == 24
 
 
 WRONG = {

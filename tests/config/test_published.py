@@ -89,6 +89,13 @@ EXPERIMENTS = {
         "optimizer.name": "muon", "optim.lr": 3e-3, "optim.embedding_lr": 6e-3, "optim.warmup_steps": 700,
         "global_batch_size": 512, "trainer.max_steps": 19073,
     },
+    "speedrun_1gpu": {  # the same in small steps
+        "model.name": "gpt2_modern", "data.name": "fineweb", "precision.name": "fp8_hybrid", "optimizer.name": "muon",
+        "optimizer.matrix_lr": 2e-3, "optim.lr": 3e-3, "optim.embedding_lr": 6e-3, "optim.scalar_lr": 1e-2,
+        "optim.beta1": 0.8, "optim.schedule": "warmup_stable_decay", "optim.min_lr_ratio": 0.1,
+        "optim.warmup_steps": 150, "optim.decay_steps": 600, "global_batch_size": 32, "micro_batch_size": 32,
+        "trainer.max_steps": 1560,
+    },
     "llama3_small_blockwise": {**TENSORWISE, "recipe.name": "block", "precision.keep_bf16": []},
 }  # fmt: skip
 

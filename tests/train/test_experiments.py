@@ -38,6 +38,7 @@ EXTRA = {
     "experiment=fineweb_edu_full_fp8": [*BYTES, "debug=fdr"],
     "experiment=llama3_small_tensorwise": [*BYTES, "debug=fdr", "model.n_kv_head=1", "model.mlp_width=64"],
     "experiment=gpt2_modern_muon": [*BYTES, "debug=fdr"],
+    "experiment=speedrun_1gpu": [*BYTES, "debug=fdr"],
     "data=text_files": [*BYTES, "data.train_files=[speare.txt]"],
 }
 # Of experiments that differ by the precision, which a CPU does not have, one.
