@@ -232,6 +232,8 @@ class Training:
     def last_val_loss(self) -> float | None:
         """Return the newest validation loss, or None if there was no validation."""
         loss = None if self.parts is None else self.parts.module.val_loss
+        if loss is None:  # before this process
+            loss = self.checkpointing.tracker.val_loss
         if loss is None and (last := pointers.read(self.checkpointing.folder, "last")):
             return last.val_loss
         return loss
