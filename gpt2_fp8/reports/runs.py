@@ -33,7 +33,7 @@ _COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time"
 _SEEDS = ("seed", "data.seed")
 # What does not change what is trained: where it is written, what is logged or scored besides, how text is fetched.
 _NO_CONDITION = (
-    *(*_SEEDS, "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "data.validation", "tags."),
+    *(*_SEEDS, "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "data.validation", "tags"),
     *("logger.", "callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
 )
 _OF_SOURCE = re.compile(r"^data\.sources\.[^.]+\.")  # of a mixture: its keys are those of any data

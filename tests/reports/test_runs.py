@@ -76,6 +76,13 @@ def test_the_seeds_of_a_mixture_and_further_validation_texts_make_no_condition(t
     assert len(names(tmp_path)) == 2
 
 
+def test_tags_make_no_condition(tmp_path):
+    """Without any, the configuration has an empty dict, which is a value of its own."""
+    for seed, tags in enumerate(({}, {"study": "a"}, {"study": "b"})):
+        run(tmp_path / f"{seed}", LOGGED, settings("bf16", seed, tags=tags))
+    assert names(tmp_path) == ["bf16"]
+
+
 def test_a_fall_back_is_its_own_condition_and_bf16_the_base(tmp_path):
     run(tmp_path / "a", LOGGED, settings("fp8_hybrid"))
     run(tmp_path / "b", LOGGED, settings("fp8_hybrid", 2), ran="fp32", reason="there is no CUDA GPU")
