@@ -278,6 +278,7 @@ class Difference(NamedTuple):
     error: float | None = None  # standard error
     low: float | None = None  # the two-sided confidence interval
     high: float | None = None
+    above: float | None = None  # the one-sided upper bound
 
 
 def welch(values: Sequence[float], base: Sequence[float]) -> Difference:
@@ -300,8 +301,8 @@ def paired_difference(values: Sequence[float], base: Sequence[float]) -> Differe
 
 
 def _add_bounds(value: float, error: float, freedom: float) -> Difference:
-    reach = error * student((1 + CONFIDENCE) / 2, freedom)
-    return Difference(value, error, value - reach, value + reach)
+    two, one = (error * student(p, freedom) for p in ((1 + CONFIDENCE) / 2, CONFIDENCE))
+    return Difference(value, error, value - two, value + two, value + one)
 
 
 @functools.cache
