@@ -68,7 +68,7 @@ class FP8HealthLog(pl.Callback):
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
                 self._health = health if health.tensors else None
-        self._row = trainer.global_step
+        self._row = trainer.global_step // self.every_n_steps * self.every_n_steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Read, log and judge, at the end of an interval, or have that done once the step is settled."""

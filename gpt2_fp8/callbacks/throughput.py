@@ -65,8 +65,8 @@ class Throughput(pl.Callback):
         """Subscribe to each settled step."""
         pl_module.step.on_settled.append(partial(self._on_settled, trainer))
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reset the interval."""
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Reset the interval. After this, Lightning restores what a checkpoint has of it."""
         self._since, self._paused, self._shown = None, False, {}
         self._waits.clear()
         self._begin_interval()
@@ -165,6 +165,16 @@ class Throughput(pl.Callback):
     def on_validation_end(self, *_: Any) -> None:
         """Take the peak since its start as a validation's."""
         self.validation_gb = peak_gb(self.validation_gb, reset=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is counted so far, and what the next row's losses are means of."""
+        counts = {"skipped_steps": self.skipped_steps, "bf16_reruns": self.reruns}
+        return counts | {"kept": self._kept, "sums": self._sums.tolist()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the counts, and the interval, where the checkpoint left them."""
+        self.skipped_steps, self.reruns = state_dict["skipped_steps"], state_dict["bf16_reruns"]
+        self._kept, self._sums = state_dict["kept"], torch.tensor(state_dict["sums"])
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write the row of the last step, if it can be settled by one rank. `GracefulStop` sees to signals."""

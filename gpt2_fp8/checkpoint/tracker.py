@@ -60,7 +60,7 @@ class CheckpointTracker:
         requested_step: of the newest checkpoint that is saved or will be, or None.
         saved_step: of the newest checkpoint that is known to be on the disk, or None.
         best: the best validation so far, on the disk or requested; None: none yet.
-        validated_step: the last step that has a validation result, or None.
+        validated_step, val_loss: the last step that has a validation result, and its loss, or None.
         validation_due: whether the step of the newest checkpoint was still to be validated when it was taken. A later
             validation leaves a note in the checkpoint's folder; a run that continues without it begins with it.
     """
@@ -76,7 +76,7 @@ class CheckpointTracker:
         self.saved_step: int | None = None
         self.best: Pointer | None = None
         self.validated_step: int | None = None
-        self._val_loss: float | None = None  # of `validated_step`, if this process has validated it
+        self.val_loss: float | None = None
         self._best_on_disk: Pointer | None = None  # as far as this rank knows
         self._best_pending = False  # `best` was requested, and is not known to be on the disk
 
@@ -118,7 +118,7 @@ class CheckpointTracker:
 
     def add_validation(self, step: int, loss: float, save: Callable[[], bool]) -> bool:
         """Record the result of a validation; the best so far has `save` save its step. Returns whether it has."""
-        self.validated_step, self._val_loss = step, loss
+        self.validated_step, self.val_loss = step, loss
         before = self.best
         # Equal steps: after a rollback the folder of the best was written again.
         is_best = before is None or before.val_loss is None or loss < before.val_loss or before.step == step
@@ -132,21 +132,22 @@ class CheckpointTracker:
 
     def pointer(self, step: int) -> Pointer:
         """Return the pointer to the checkpoint of `step`, with its loss if that is known and finite."""
-        known = self.validated_step == step and self._val_loss is not None and math.isfinite(self._val_loss)
-        return Pointer(folder_name(step), step, self._val_loss if known else None)
+        known = self.validated_step == step and self.val_loss is not None and math.isfinite(self.val_loss)
+        return Pointer(folder_name(step), step, self.val_loss if known else None)
 
     # ---- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: the best so far, and whether this step is validated or still must be."""
         best = self.best and {"step": self.best.step, "val_loss": self.best.val_loss}
-        return {"best": best, "validated_step": self.validated_step, "validation_due": self.validation_due}
+        step = {"validated_step": self.validated_step, "val_loss": self.val_loss}
+        return {"best": best, **step, "validation_due": self.validation_due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best and the last validated step."""
         best = state["best"]
         self.best = best and Pointer(folder_name(best["step"]), best["step"], best["val_loss"])
-        self.validated_step, self._val_loss = state["validated_step"], None
+        self.validated_step, self.val_loss = state["validated_step"], state.get("val_loss")  # not in older ones
 
 
 def is_validation_due(state: dict[str, Any], path: Path, step: int) -> bool:
@@ -156,7 +157,7 @@ def is_validation_due(state: dict[str, Any], path: Path, step: int) -> bool:
     """
     if not state["validation_due"]:
         return False
-    if pointers.read_note(path) is None:
+    if (note := pointers.read_note(path)) is None:
         return True
-    state["validated_step"] = step
+    state |= {"validated_step": step, "val_loss": note.val_loss}
     return False

@@ -160,8 +160,9 @@ def _gpus(_root_: DictConfig) -> Any:
 
 
 def _cores(_root_: DictConfig) -> int:
-    """Return the cores that a process needs: one, and one for each data worker."""
-    return 1 + int(OmegaConf.select(_root_, "data.num_workers", default=0))
+    """Return the cores that a process needs: one, and one for each data worker, of a mixture those of all sources."""
+    sources = OmegaConf.select(_root_, "data.sources", default={"": _root_.data})
+    return 1 + sum(int(source.get("num_workers", 0)) for source in sources.values())
 
 
 # for `conf/hydra/launcher/slurm.yaml`

@@ -166,7 +166,7 @@ def read_file(
                 yield from as_documents(batch.column(0))
         return
     with open_text(file) as text:
-        first_line = text.peek(1).split(b"\n", 1)[0].strip()
+        first_line = text.peek(1).removeprefix(BOM_UTF8).split(b"\n", 1)[0].strip()
         if kind == "json" and (first_line[:1] == b"[" or first_line == b"{"):
             content = json.load(text)
             values = content if isinstance(content, list) else [content]

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 FORMAT = "1"  # raise it when the same text gives other tokens, or when the layout changes
 ABANDONED_SECONDS = 3600.0  # a temporary file that was not written to for so long has no writer
 
-_jitter = random.SystemRandom()  # the seeded generator would give every rank the same jitter
+_random = random.SystemRandom()  # the seeded generator would give every rank the same numbers
 # Errors that waiting cannot solve: the user's, ours, and lack of memory. All others (OSError, the errors of the HTTP
 # client, of Arrow or of a decompressor) may pass.
 _FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, NameError, ImportError, MemoryError)
@@ -58,7 +58,7 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
             said = f"{what} ({type(error).__name__}: {printable(str(error))[:300]})"
             if failures == len(waits):
                 raise DataSourceLost(f"cannot read {said}, after {failures + 1} attempts") from error
-            wait = waits[failures] * (1 + _jitter.random() / 4)
+            wait = waits[failures] * (1 + _random.random() / 4)
             failures += 1
             log.warning("cannot read %s; attempt %d in %.1f s", said, failures + 1, wait)
             time.sleep(wait)
@@ -124,13 +124,12 @@ class UnitCache:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that other processes see all of it or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    temporary = path.with_name(f"{_random.getrandbits(64):x}.tmp")  # by `tempfile` only its owner could read it
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
 
 

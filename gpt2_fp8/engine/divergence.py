@@ -77,7 +77,7 @@ class DivergencePolicy:
         self._high_since = 0  # the step of the first high loss
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = False
-        self._updates = self._left_out = 0  # since this process began, or rolled back
+        self._left_out = 0  # since this process began, or rolled back
 
     def judge(self, step: int, verdict: Verdict, first: Verdict | None) -> None:
         """Judge the finished `step`, counted from 1. `first`: the verdict on its FP8 attempt, if it was run again.
@@ -89,7 +89,6 @@ class DivergencePolicy:
             self._skip(step, verdict, first)
             return
         self._skips_in_a_row = 0
-        self._updates += 1
         if first is not None:
             self._note(step, "rerun", f"its {_culprit(first)} was not finite in FP8; run again in bf16")
         if verdict.amax_outliers:
@@ -138,7 +137,7 @@ class DivergencePolicy:
 
         Raises Diverged if it has trained nothing, or if there are weights that are not finite.
         """
-        if self._left_out and not self._updates:
+        if self._left_out and not self._statistics.count:
             raise Diverged(f"none of the {self._left_out} steps up to {step} had a finite loss and gradient; {REMEDY}")
         if not weights_finite:
             raise Diverged(f"after step {step} there are weights that are not finite; {REMEDY}")
@@ -156,7 +155,7 @@ class DivergencePolicy:
     def start_again(self) -> None:
         """Reset after a rollback. The events stay: they are newer than what the checkpoint knows."""
         self._skips_in_a_row = self._high_in_a_row = 0
-        self._updates = self._left_out = 0
+        self._left_out = 0
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = True
 

@@ -151,11 +151,12 @@ class RunWatch:
 
     Statistics are medians, so one odd interval moves nothing.
 
-    `warm_up`: steps of the learning rate's warm-up, in which the loss is not judged. `workers`: `data.num_workers`.
+    `warm_up`: steps of the learning rate's warm-up, in which the loss is not judged. `workers`: `data.num_workers`, or
+    of a mixture that of each source, by their keys.
     """
 
     warm_up: int
-    workers: int
+    workers: Mapping[str, int]
     say: Callable[[str], object]
     _losses: list[float] = field(default_factory=list)
     _waits: int = 0  # intervals in a row
@@ -185,7 +186,8 @@ class RunWatch:
         self._waits = self._waits + 1 if wait > WAIT else 0
         if self._waits >= WAITS:
             text = f"step {step}: {wait:.0%} of the time is spent waiting for data"
-            self._flag("wait", f"{text}; data.num_workers={max(2, 2 * self.workers)} (now {self.workers})")
+            more = ", ".join(f"{key}={max(2, 2 * number)} (now {number})" for key, number in self.workers.items())
+            self._flag("wait", f"{text}; {more}")
 
     def _flag(self, kind: str, line: str) -> None:
         if self._rows - self._said.get(kind, -QUIET_ROWS) >= QUIET_ROWS:

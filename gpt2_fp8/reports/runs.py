@@ -10,6 +10,7 @@ samples, and a process's first step (compilation).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,11 +30,13 @@ _ABSURD = 1e15  # a damaged log's
 COMPLETED = "completed"
 SUMMARY, METRICS, HYDRA = "summary.json", "metrics.csv", ".hydra"
 _COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "memory_gb", "gpu_power_watts"}
-# What does not change what is trained: where it is written, what is logged, how the text is fetched.
+_SEEDS = ("seed", "data.seed")
+# What does not change what is trained: where it is written, what is logged or scored besides, how text is fetched.
 _NO_CONDITION = (
-    *("seed", "data.seed", "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "tags.", "logger."),
-    *("callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
+    *(*_SEEDS, "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "data.validation", "tags"),
+    *("logger.", "callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
 )
+_OF_SOURCE = re.compile(r"^data\.sources\.[^.]+\.")  # of a mixture: its keys are those of any data
 # Keys that name a condition if they can, before others.
 _TELLING = ("precision.name", "recipe.name", "precision.backend", "model.name", "optimizer.name", "optim.lr")
 # What a comparison of precisions may differ in, beside them: how the same numbers are computed.
@@ -96,8 +99,8 @@ class Run:
 
     @property
     def seed(self) -> str:
-        """What distinguishes repetitions: the seed, and the seed of the text."""
-        return f"{self.settings.get('seed')} {self.settings.get('data.seed')}"
+        """What distinguishes repetitions: the seed, and the seed of each text."""
+        return " ".join(str(value) for key, value in self.settings.items() if _OF_SOURCE.sub("data.", key) in _SEEDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +229,7 @@ def _settings(run: Run) -> dict[str, Any]:
     """Return what makes a run's condition. Without FP8 a recipe has no effect."""
     asked = str(run.settings.get("precision.name", run.asked))
     without = (*_NO_CONDITION, *(() if asked.startswith("fp8") else ("recipe.",)))
-    kept = {key: value for key, value in run.settings.items() if not key.startswith(without)}
+    kept = {key: value for key, value in run.settings.items() if not _OF_SOURCE.sub("data.", key).startswith(without)}
     return kept | {"precision.name": asked, "ran": run.ran}
 
 

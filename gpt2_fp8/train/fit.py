@@ -29,6 +29,7 @@ from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.data_schema import sources_of
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.programs import read_ranking
 from gpt2_fp8.config.schema import RunConfig
@@ -200,7 +201,9 @@ class Training:
         if options.ranking is not None and not config.trainer.fast_dev_run:
             callbacks.append(Ranking(read_ranking(options.ranking, []), options.ranking_every_n_steps))
         if config.callbacks.red_flags:
-            watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
+            sources = {f"data.sources.{name}" if name else "data": source for name, source in sources_of(config.data)}
+            workers = {f"{above}.num_workers": source.num_workers for above, source in sources.items()}
+            watch = RunWatch(config.optim.warmup_steps, workers, partial(log.warning, "%s"))
             throughput.readers.append(rank_zero_only(watch.see))
         if config.callbacks.sample_tokens:
             callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
@@ -232,6 +235,8 @@ class Training:
     def last_val_loss(self) -> float | None:
         """Return the newest validation loss, or None if there was no validation."""
         loss = None if self.parts is None else self.parts.module.val_loss
+        if loss is None:  # before this process
+            loss = self.checkpointing.tracker.val_loss
         if loss is None and (last := pointers.read(self.checkpointing.folder, "last")):
             return last.val_loss
         return loss

@@ -304,5 +304,5 @@ def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
             raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
         if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
             ids = functional.pad(ids, (0, n_positions - tokens))
-        found: Tensor = model(ids)
+        found: Tensor = model(ids.to(next(model.parameters()).device))
     return found[:, :tokens, :vocab_size]

@@ -73,11 +73,14 @@ class Remote(Logger):
         raise NotImplementedError
 
     def note_run_id(self, run_id: str) -> None:
-        """Note the identifier of a run that was begun. Raises OSError."""
-        with _WRITING:
-            path = self.folder / FILE
-            durable.write_json(path, (disk.read_json(path) if path.exists() else {}) | {self.key: run_id})
-        self.run_id = run_id
+        """Note the identifier of a run that was begun. An error costs a warning: else each row would begin another."""
+        self.run_id, path = run_id, self.folder / FILE
+        try:
+            with _WRITING:
+                durable.write_json(path, (disk.read_json(path) if path.exists() else {}) | {self.key: run_id})
+        except (OSError, ValueError) as error:
+            log.warning("%s: a resume will begin another run, since this one's identifier cannot be noted: %s",
+                        self.name, error)  # fmt: skip
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -17,7 +17,7 @@ from gpt2_fp8.fp8.scaling import FP8Scaling
 from gpt2_fp8.runtime.moments import GapClock
 from gpt2_fp8.train.fit import Training
 from gpt2_fp8.train.module import GPT2Module
-from tests.runs import EMULATED_FP8, metrics, train
+from tests.runs import EMULATED_FP8, metrics, train, train_until
 
 OF_THE_CLOCK = {"tokens_per_second", "step_time", "data_wait", "memory_gb", "process_memory_gb"}
 
@@ -95,6 +95,27 @@ def test_rows_are_the_same_whenever_they_are_written(tmp_path, monkeypatch, acci
     assert limited == [2, 2], "once a run"
     assert metrics(tmp_path / "late")["bf16_reruns"][4] == 1
     assert list(metrics(tmp_path / "late")["fp8/scale_input"]) == [1, 2, 4, 6, 8, 10, 12]
+
+
+def test_an_interval_and_the_counts_go_on_after_a_resume(tmp_path, accidents):
+    """The resumed process has a row for its first step, 5, whose loss is the mean of steps 4 and 5."""
+    words = [
+        *EMULATED_FP8,
+        "trainer.log_every_n_steps=3",
+        "callbacks.fp8_health_every_n_steps=4",
+        "trainer.val_check_interval=12",
+    ]
+    train(tmp_path / "clean", *words)
+    train_until(5, tmp_path / "run", *words)
+    train(tmp_path / "run", *words, "ckpt_path=last")
+    clean, found = metrics(tmp_path / "clean"), metrics(tmp_path / "run")
+    losses = found["train_loss"]
+    assert (2 * losses.pop(5) + losses[6]) / 3 == pytest.approx(clean["train_loss"].pop(6), rel=1e-6)
+    assert losses.pop(6)
+    assert losses == clean["train_loss"]
+    assert found["bf16_reruns"] == {1: 0, 3: 1, 5: 1, 6: 1, 9: 1, 12: 1}
+    sampled = [{row["step"] for row in table(tmp_path / name / "fp8.csv")} for name in ("clean", "run")]
+    assert sampled == [{"1", "6", "9", "12"}] * 2
 
 
 @pytest.mark.parametrize(("gap", "waits"), [(60.0, True), (0.0, False)])

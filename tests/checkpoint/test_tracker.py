@@ -107,17 +107,17 @@ def tracker(tmp_path):
 
 
 def test_a_checkpoint_says_what_is_known_of_validations(tracker, tmp_path):
-    assert tracker.state_dict() == {"best": None, "validated_step": None, "validation_due": False}
+    assert tracker.state_dict() == {"best": None, "validated_step": None, "val_loss": None, "validation_due": False}
     assert tracker.add_validation(4, 2.0, lambda: True)
     assert not tracker.add_validation(8, 3.0, lambda: True)
     tracker.validation_due = True
-    state = {"best": {"step": 4, "val_loss": 2.0}, "validated_step": 8, "validation_due": True}
+    state = {"best": {"step": 4, "val_loss": 2.0}, "validated_step": 8, "val_loss": 3.0, "validation_due": True}
     assert tracker.state_dict() == state
     assert list(tracker.state_dict()) == list(state)  # the order in `state.json`
     restored = CheckpointTracker(Writer(tmp_path, keep=1))
     restored.load_state_dict(state)
     assert (restored.validated_step, restored.best) == (8, at(4, 2.0))
-    assert restored.pointer(8) == at(8)
+    assert restored.pointer(8) == at(8, 3.0)
     assert not restored.add_validation(12, 2.5, lambda: True)
 
 
@@ -130,7 +130,7 @@ def test_a_validation_that_was_done_later_is_not_due(tmp_path):
     assert state["validated_step"] is None
     pointers.write_note(tmp_path, at(4, 2.0))
     assert not is_validation_due(state, path, 4)
-    assert state["validated_step"] == 4
+    assert (state["validated_step"], state["val_loss"]) == (4, 2.0)
     note = path / pointers.VALIDATION
     note.write_text(note.read_text()[:9])
     assert is_validation_due(state, path, 4)

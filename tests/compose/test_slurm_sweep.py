@@ -21,6 +21,8 @@ COMPOSED = [
     (("trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"),
      {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}),
     (("data.num_workers=5",), {"cpus_per_task": 6}),
+    (("data=mixture", "+data@data.sources.a=fineweb", "+data@data.sources.b=openwebtext",
+      "data.sources.a.num_workers=2", "data.sources.b.num_workers=1"), {"cpus_per_task": 4}),
     (("hydra.launcher.timeout_min=60", "hydra.launcher.mem_gb=64"), {"timeout_min": 60, "mem_gb": 64}),
     (("+hydra.launcher.additional_parameters.exclusive=true",),
      {"additional_parameters": {"requeue": True, "exclusive": True}}),

@@ -46,6 +46,7 @@ def arrow(new: Callable[..., pa.RecordBatchWriter]) -> bytes:
 
 KINDS = {
     "a.json": json.dumps(ROWS, indent=1).encode(), "b.json": LINES, "a.ndjson": LINES,
+    "mark.json": b"\xef\xbb\xbf" + json.dumps(ROWS).encode(),
     "a.JSONL.gz": gzip.compress(LINES),
     "a.jsonl.zstd": pa.Codec("zstd").compress(LINES, asbytes=True), "a.json.bz2": bz2.compress(LINES),
     "a.csv": table(","), "a.tsv.gz": gzip.compress(table("\t")),

@@ -53,6 +53,8 @@ def test_it_reads_the_units_of_so_many_steps(
     assert taken(asked) == of_a_run
     assert sum(kept.units for kept in made.kept.values()) == len(of_a_run) == made.tokenised
     assert len(list((tmp_path / "cache-x").glob("*.u16"))) == len(of_a_run)
+    modes = {path.stat().st_mode & 0o666 for path in [tmp_path / "cache-x", *(tmp_path / "cache-x").iterdir()]}
+    assert len(modes) == 1, "who may read the folder may read what is in it"
 
 
 def test_a_run_of_many_ranks_reads_in_more_lanes(

@@ -118,6 +118,14 @@ def test_a_resumed_run_decides_as_one_in_one_piece(at):
     assert vars(back.value) == vars(expected.value)
 
 
+def test_a_resumed_run_has_trained_what_came_before_it():
+    part, rest = made(), made()
+    run(part, GOOD)
+    rest.load_state_dict(part.state_dict())
+    run(rest, BAD, start=2)
+    rest.end(2, weights_finite=True)
+
+
 def test_after_a_rollback_what_happened_is_not_replaced_by_the_checkpoints():
     it, older = made(), made()
     run(older, *noise(150))

@@ -122,7 +122,7 @@ def curve(rows, seed=0, noise=0.004, floor=3.3):
 
 def watched(losses, waits=()):
     said = []
-    watch = RunWatch(WARM_UP, 4, said.append)
+    watch = RunWatch(WARM_UP, {"data.num_workers": 4}, said.append)
     for i, loss in enumerate(losses):
         row = {"train_loss": loss} | ({"data_wait": waits[i]} if i < len(waits) else {})
         watch.see(i + 1, row)

@@ -11,8 +11,9 @@ from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.train import ranking
 from tests.gpu.common import CONFIG, RUN, VOCAB, hopper
-from tests.runs import summary, train
+from tests.runs import metrics, summary, train
 
 LLAMA = {
     "norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "bias": False, "n_kv_head": 2, "qk_norm": True,
@@ -75,3 +76,35 @@ def test_an_evaluation_of_an_fp8_run_is_its_own_validation(tmp_path, monkeypatch
     assert evaluate.main(["ckpt_path=outputs/first", "precision=bf16", "compile=false", "out=result.json"]) == 0
     plain = json.loads((tmp_path / "result.json").read_text())
     assert (plain["precision"], plain["loss"]) == ("bf16", pytest.approx(found["loss"], rel=0.02))
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8_hybrid", marks=pytest.mark.fp8)])
+def test_endings_are_ranked_on_the_gpu_in_a_run_and_of_its_checkpoint(tmp_path, monkeypatch, precision):
+    """Validations move the module there, and `evaluate`'s Trainer leaves it on the CPU."""
+    monkeypatch.chdir(tmp_path)
+    devices, original = [], ranking._of_batch
+
+    def of_batch(logits_of, batch):
+        def noted(ids):
+            logits = logits_of(ids)
+            devices.append(logits.device.type)
+            return logits
+
+        return original(noted, batch)
+
+    monkeypatch.setattr(ranking, "_of_batch", of_batch)
+    items = [
+        {"ctx": "import", "endings": ["os", "qzxj vv"], "label": 0},
+        {"ctx": "a", "endings": ["b", "c d"], "label": 1},
+    ]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
+    words = [f"precision={precision}", "callbacks.ranking=items.jsonl", "callbacks.ranking_every_n_steps=0"]
+    train(tmp_path / "outputs/first", *words, base=[*RUN[:-1], *FEW])
+    accuracy = metrics(tmp_path / "outputs/first")["ranking/acc"]
+    assert list(accuracy) == [5, 10, 12]
+    in_run = len(devices)
+    assert evaluate.main(["ckpt_path=outputs/first", "ranking=items.jsonl", "out=result.json"]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["ranking"]["acc"] == accuracy[12]
+    assert in_run >= 3
+    assert len(devices) > in_run
+    assert set(devices) == {"cuda"}

@@ -57,6 +57,32 @@ def test_a_condition_is_named_by_as_few_keys_as_tell_it_from_others(tmp_path):
     assert names(tmp_path) == ["bf16", "fp8_hybrid recipe=delayed", "fp8_hybrid recipe=current"]
 
 
+def test_the_seeds_of_a_mixture_and_further_validation_texts_make_no_condition(tmp_path):
+    for seed in (1, 2):
+        source = {"name": "web", "seed": seed, "num_workers": seed, "cache_dir": f"/cache{seed}"}
+        data = {
+            "name": "mixture",
+            "seed": seed,
+            "sources": {"web": source},
+            "validation": {"books": {"files": [str(seed)]}},
+        }
+        run(tmp_path / f"{seed}", LOGGED, settings("bf16", seed, data=data))
+    source = source | {"seed": 3}
+    run(tmp_path / "other seed of a source", LOGGED, settings("bf16", 2, data=data | {"sources": {"web": source}}))
+    found, _ = runs.read([tmp_path])
+    assert len(runs.conditions(found)) == 1
+    assert len({one.seed for one in found}) == 3
+    run(tmp_path / "c", LOGGED, settings("bf16", data=data | {"sources": {"web": source | {"name": "code"}}}))
+    assert len(names(tmp_path)) == 2
+
+
+def test_tags_make_no_condition(tmp_path):
+    """Without any, the configuration has an empty dict, which is a value of its own."""
+    for seed, tags in enumerate(({}, {"study": "a"}, {"study": "b"})):
+        run(tmp_path / f"{seed}", LOGGED, settings("bf16", seed, tags=tags))
+    assert names(tmp_path) == ["bf16"]
+
+
 def test_a_fall_back_is_its_own_condition_and_bf16_the_base(tmp_path):
     run(tmp_path / "a", LOGGED, settings("fp8_hybrid"))
     run(tmp_path / "b", LOGGED, settings("fp8_hybrid", 2), ran="fp32", reason="there is no CUDA GPU")

@@ -127,6 +127,14 @@ def score(module: Any, context: str, ending: str) -> float:
     return total
 
 
+def test_ids_are_moved_to_the_layers(run: Path) -> None:
+    """As in a ranking, which makes them on the CPU. The meta device stands in for a GPU: nothing is computed there."""
+    module = GPT2Module.load_from_checkpoint(checkpoint(run, 12))
+    module.model.to("meta")
+    module.model.forward = lambda ids, *_: torch.empty(*ids.shape, 320, device=ids.device)  # type: ignore[method-assign]
+    assert module(torch.zeros(2, 8, dtype=torch.int64)).device.type == "meta"
+
+
 def test_endings_are_ranked_by_their_probabilities(run: Path, capsys: Any) -> None:
     """Items whose texts fit: against the logits of one token after another."""
     Path("rank.jsonl").write_text("\n".join(map(json.dumps, ITEMS[:3])) + "\n\n")

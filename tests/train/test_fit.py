@@ -12,7 +12,7 @@ import torch
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train.module import GPT2Module
-from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train
+from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train, train_until
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
@@ -148,6 +148,12 @@ def test_fast_dev_run_takes_one_step_and_writes_only_the_summary(tmp_path, monke
     assert len(steps) == 1
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
     assert summary(tmp_path / "run")["status"] == "completed"
+
+
+def test_a_validation_before_a_resume_stays_the_last_one(tmp_path):
+    train_until(7, tmp_path / "run")
+    train_until(9, tmp_path / "run", "ckpt_path=last")
+    assert summary(tmp_path / "run")["last_val_loss"] == metrics(tmp_path / "run")["val_loss"][5]
 
 
 def test_no_validation_where_none_is_wanted(tmp_path):

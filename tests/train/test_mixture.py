@@ -7,6 +7,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.programs import GenerateConfig
+from gpt2_fp8.engine import red_flags
 from gpt2_fp8.train.generation import Generation
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.trained import from_checkpoint
@@ -41,6 +42,17 @@ def test_a_run_on_a_mixture_says_what_it_used_of_each_source(tmp_path: Path) -> 
         train(tmp_path / "run", "ckpt_path=last", "data.weights=null", "trainer.max_steps=20", base=MIXED)
     path = checkpoint(tmp_path / "run", 12)
     assert from_checkpoint(read(path), path).data == preflight(MIXED)[0].data
+
+
+def test_waiting_for_data_names_the_sources_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(red_flags, "WAIT", -1.0)
+    train(tmp_path / "run", base=MIXED)
+    (said,) = (line for line in caplog.messages if "waiting for data" in line)
+    words = [word.partition(" ")[0] for word in said.partition("; ")[2].split(", ")]
+    preflight([*MIXED, "run_name=x", *words])
+    assert words == ["data.sources.code.num_workers=2", "data.sources.ids.num_workers=2"]
 
 
 def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:

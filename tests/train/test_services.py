@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,24 @@ def test_an_outage_costs_a_warning_and_not_the_run(caplog):
         logger.log_metrics({"train_loss": 1.0}, step)
     logger.finalize("success")
     assert caplog.messages == ["W&B does not take a row, training goes on: no route to host"]
+
+
+def test_a_run_whose_identifier_cannot_be_noted_is_begun_once(caplog):
+    """Its folder is not there. Each row would begin another run."""
+    begun, rows = [], []
+
+    def begin():
+        begun.append(1)
+        logger.note_run_id("abc")
+        return SimpleNamespace(log_metrics=lambda row, step: rows.append(step), finalize=lambda status: None)
+
+    logger = Away(begin)
+    for step in range(3):
+        logger.log_metrics({"train_loss": 1.0}, step)
+    logger.finalize("success")
+    assert (len(begun), rows, logger.run_id) == (1, [0, 1, 2], "abc")
+    (said,) = caplog.messages
+    assert said.startswith("W&B: a resume will begin another run, since this one's identifier cannot be noted: ")
 
 
 def test_a_service_that_hangs_holds_nothing_up(monkeypatch, caplog):
