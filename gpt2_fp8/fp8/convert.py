@@ -173,7 +173,10 @@ def _share(layer: nn.Module, made: nn.Module) -> None:
 
 
 class _EmulatedLinear(nn.Module):
-    """y = x W^T + b in bfloat16, its operands cast to FP8 and back. x: [..., in_features]; y: [..., out_features]."""
+    """y = x W^T + b, its operands cast to FP8 and back. x: [..., in_features]; y: [..., out_features].
+
+    It is bfloat16 under autocast, and of the dtype of x elsewhere.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -186,4 +189,5 @@ class _EmulatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y."""
-        return self.product(x, self.weight, self.bias)
+        y = self.product(x, self.weight, self.bias)
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)

@@ -152,6 +152,7 @@ def test_names_ties_and_every_kind_of_step(tmp_path: Path) -> None:
     (first, *_) = run.predict(module, texts())
     assert first.dtype == torch.bfloat16
     assert {"validate", "test"} <= set(module.saw)
+    assert module(next(iter(texts()))).dtype == torch.float32, "outside of a Trainer"
     again = trainer(tmp_path, FP8Precision(backend="emulated", keep_bf16=["blocks.0.*"], device="cpu"), 1)
     assert torch.equal(again.predict(module, texts())[0], first)
     with pytest.raises(UserError, match="other settings"):
@@ -191,11 +192,13 @@ def test_without_fp8_units_bf16_trains_or_an_error_says_why(tmp_path: Path) -> N
         ({"precision": "fp8_e5m2"}, "e5m2"),
         ({"backend": "fused"}, "backend=fused"),
         ({"backend": "torchao", "recipe": "delayed"}, "recipe=delayed"),
+        ({"recipe": 3}, "name=3"),
+        ({"device": "gpu"}, "device='gpu'"),
     ],
 )
 def test_what_is_not_known_is_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError, match=key):
-        FP8Precision(device="cpu", **options)
+        FP8Precision(**{"device": "cpu"} | options)
 
 
 def test_what_a_module_lacks_is_refused(tmp_path: Path) -> None:
