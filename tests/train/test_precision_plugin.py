@@ -1,7 +1,7 @@
 """`FP8Precision` under LightningModules that are not ours."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -139,6 +139,23 @@ def test_a_layer_with_two_names_is_one_and_a_subclass_stays() -> None:
     assert not isinstance(module.head, nn.Linear)
     assert plugin.converted == ["0.0"]
     assert type(module[0][1]) is Own
+
+
+@pytest.mark.parametrize("backend", ["emulated", "torchao"])
+def test_hooks_stay_and_a_weight_that_one_computes_is_in_bf16(backend: Literal["emulated", "torchao"]) -> None:
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    module, seen = nn.Sequential(nn.Linear(16, 32), nn.utils.weight_norm(nn.Linear(32, 16))), list[str]()
+    handle = module[0].register_forward_hook(lambda *_: seen.append("forward"))
+    module[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    how = Conversion(backend, HYBRID, StatelessRecipe(name="current"), "cpu")
+    assert how.apply(module) == ["0"]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), how.region(module):
+            y = module(torch.ones(16, 16))
+        y.sum().backward()
+        handle.remove()
+    assert seen == ["forward", "backward", "backward"]
 
 
 def test_names_ties_and_every_kind_of_step(tmp_path: Path) -> None:
