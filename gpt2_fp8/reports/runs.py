@@ -31,8 +31,8 @@ SUMMARY, METRICS, HYDRA = "summary.json", "metrics.csv", ".hydra"
 _COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "memory_gb", "gpu_power_watts"}
 # What does not change what is trained: where it is written, what is logged, how the text is fetched.
 _NO_CONDITION = (
-    *("seed", "data.seed", "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "data.validation"),
-    *("tags", "logger.", "callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
+    *("seed", "data.seed", "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "tags.", "logger."),
+    *("callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
 )
 # Keys that name a condition if they can, before others.
 _TELLING = ("precision.name", "recipe.name", "precision.backend", "model.name", "optimizer.name", "optim.lr")

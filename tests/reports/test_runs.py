@@ -57,12 +57,6 @@ def test_a_condition_is_named_by_as_few_keys_as_tell_it_from_others(tmp_path):
     assert names(tmp_path) == ["bf16", "fp8_hybrid recipe=delayed", "fp8_hybrid recipe=current"]
 
 
-def test_what_is_only_logged_or_named_makes_no_condition(tmp_path):
-    run(tmp_path / "a", LOGGED, settings(tags={}, data__validation={}))
-    run(tmp_path / "b", LOGGED, settings(seed=2, tags={"why": "again"}, data__validation={"code": {"sequences": 4}}))
-    assert names(tmp_path) == ["bf16"]
-
-
 def test_a_fall_back_is_its_own_condition_and_bf16_the_base(tmp_path):
     run(tmp_path / "a", LOGGED, settings("fp8_hybrid"))
     run(tmp_path / "b", LOGGED, settings("fp8_hybrid", 2), ran="fp32", reason="there is no CUDA GPU")
