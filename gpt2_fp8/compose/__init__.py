@@ -153,6 +153,8 @@ def load_config(*words: str) -> RunConfig:
     own. Raises UserError with every problem at once, also for keys that only the program reads, an `auto` that only
     the program decides, and last for a plugin that cannot be imported.
     """
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise UserError.of(f"{wrong[0]!r} is no override in text", 'load_config("model=tiny", "seed=1")')
     line = read(list(words))
     keys = {word.key_or_group: str(word.input_line) for word in line.overrides}
     problems = [_read_by_run(word) for key, word in keys.items() if _READ_BY_RUN.match(key)]

@@ -51,9 +51,10 @@ class Conversion:
         """Convert the layers of `module` in place and return the names of those whose products are FP8.
 
         A layer stays in bfloat16 if a pattern of `precision.keep_bf16` matches its name (`fnmatch`: "lm_head",
-        "blocks.0.*"), or if one of its dimensions is no multiple of 16.
+        "blocks.0.*"), if one of its dimensions is no multiple of 16, or if a hook computes its weight (`weight_norm`).
         """
-        fp8 = [name for name, layer in module.named_modules() if type(layer) is nn.Linear and self._takes(name, layer)]
+        layers = dict(module.named_modules())
+        fp8 = [name for name, layer in layers.items() if type(layer) is nn.Linear and self._takes(name, layer)]
         if self.backend == "torchao":
             config = float8_config(self.precision, self.recipe.name, emulate=self.device == "cpu")
             convert_linears(module, config, fp8)
@@ -61,6 +62,8 @@ class Conversion:
             _replace(module, lambda name, layer: _of_transformer_engine(layer, name in fp8))
         else:
             self._emulate(module, fp8)
+        for name, layer in layers.items():
+            _keep_hooks(layer, module.get_submodule(name))
         return fp8
 
     def _emulate(self, module: nn.Module, fp8: list[str]) -> None:
@@ -72,8 +75,9 @@ class Conversion:
             module.add_module(SCALES, scales)  # without parameters and buffers: the state dict stays as it was
 
     def _takes(self, name: str, layer: nn.Linear) -> bool:
-        kept = any(fnmatchcase(name, pattern) for pattern in self.precision.keep_bf16)
-        return not kept and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+        if "weight" not in layer._parameters or any(fnmatchcase(name, one) for one in self.precision.keep_bf16):
+            return False
+        return layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
 
     @contextmanager
     def region(self, module: nn.Module) -> Iterator[None]:
@@ -153,6 +157,13 @@ def _replace(module: nn.Module, made_of: Callable[[str, nn.Module], nn.Module | 
                 setattr(parent, name, replacement)
 
 
+def _keep_hooks(layer: nn.Module, made: nn.Module) -> None:
+    """Have `made` call the hooks of `layer`, as long as their handles are not removed."""
+    for name, hooks in vars(layer).items():
+        if name.startswith(("_forward_", "_backward_", "_is_full_backward_hook")) and hooks:
+            setattr(made, name, hooks)
+
+
 def _of_transformer_engine(layer: nn.Module, fp8: bool) -> nn.Module | None:
     """Build Transformer Engine's module with the parameters of `layer`; None for a layer that stays as it is."""
     if type(layer) is nn.Linear:
@@ -173,7 +184,10 @@ def _share(layer: nn.Module, made: nn.Module) -> None:
 
 
 class _EmulatedLinear(nn.Module):
-    """y = x W^T + b in bfloat16, its operands cast to FP8 and back. x: [..., in_features]; y: [..., out_features]."""
+    """y = x W^T + b, its operands cast to FP8 and back. x: [..., in_features]; y: [..., out_features].
+
+    It is bfloat16 under autocast, and of the dtype of x elsewhere.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -186,4 +200,5 @@ class _EmulatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y."""
-        return self.product(x, self.weight, self.bias)
+        y = self.product(x, self.weight, self.bias)
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)

@@ -49,6 +49,11 @@ class EmulatedScales(Scales):
             self._listen()  # on the device where the history is now
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "history" in vars(self):
+            self._listen()  # a copy of a tensor has no hooks
+
     def _listen(self) -> None:
         row = self.history[0]
 

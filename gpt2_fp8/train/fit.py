@@ -176,7 +176,7 @@ class Training:
         data = TokenDataModule.from_config(config)
         module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
         throughput = Throughput(config, module.vocab_size)
-        throughput.readers.append(self.log_line.write)
+        throughput.readers += [self.log_line.write, self.end.outdate]
         callbacks: list[Callback] = [self.time_limit, self.log_line, throughput]
         if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
             write = FP8File(folder, resume_step).write if config.logger.csv and not trial else None

@@ -72,8 +72,9 @@ class LanguageModel(nn.Module):
         [sequences, tokens, vocab_size]. Raises UserError for ids of another shape, and for too many tokens.
         """
         check_shape(ids, self.config.model.n_positions)
+        ids = ids.long()
         if targets is not None:
-            targets = targets.clamp_min(-1)  # the one that every layer's loss leaves out
+            targets = targets.long().clamp_min(-1)  # the one that every layer's loss leaves out
         backend, in_bf16 = self.plan.backend, self.plan.evaluates_in_bf16
         if targets is not None and torch.is_grad_enabled():
             self._find_scales(ids, targets)
@@ -87,7 +88,7 @@ class LanguageModel(nn.Module):
                 self._twin.append(backend.bf16_model(self.model))
             model = self._twin[0].train(self.model.training) if in_bf16 else self.model
             if targets is None:
-                return model(ids.long())[..., : self.vocab_size]
+                return model(ids)[..., : self.vocab_size]
             return backend.bf16_loss(model, ids, 1.0, targets=targets) if in_bf16 else self._own_loss(ids, targets)
 
     def _own_loss(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class FP8Precision(MixedPrecision):
         device: Device | None = None,
     ):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device not in ("cuda", "cpu"):
+            raise UserError.of(f"device={device!r}: must be 'cuda' or 'cpu'")
         super().__init__("bf16-mixed", device)
         kept = [keep_bf16] if isinstance(keep_bf16, str) else [*keep_bf16]
         settings = {"name": precision, "backend": backend, "keep_bf16": kept, "fallback": fallback}
@@ -215,7 +217,7 @@ class RunPrecision(MixedPrecision):
 def _recipe(recipe: str | Recipe) -> Recipe | None:
     if recipe == "delayed":
         return DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-    if isinstance(recipe, str):
+    if not isinstance(recipe, Recipe):
         return None if recipe == "auto" else _build(StatelessRecipe, {"name": recipe})
     return recipe
 

@@ -141,6 +141,12 @@ class RunEnd:
         self.in_sweep = typed is None and bool(words)
         self.config, self._here, self._typed = config, here, typed
 
+    def outdate(self, *_: object) -> None:
+        """Remove the summary of a process before, once this one has trained: a kill leaves none, as of a new run."""
+        if ranks.is_first_rank():
+            with suppress(OSError):
+                (self.folder / NAME).unlink()
+
     def close(self, error: BaseException | None) -> None:
         """Write the summary and the last lines of the log, on rank 0. `error` has ended the run; None: it ended well.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpt2_fp8 import FP8Precision
@@ -41,3 +42,18 @@ def test_products_are_in_fp8_and_a_run_continues_to_the_bit(tmp_path: Path, back
     continued = fit(2, tmp_path / "one.ckpt")[1]
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, continued.state_dict()[name]), name
+
+
+def test_transformer_engines_layers_call_hooks_and_a_weight_that_one_computes_stays(tmp_path: Path) -> None:
+    module, seen = made(), list[str]()
+    norm, linear, *_ = module.blocks[0]
+    norm.register_forward_hook(lambda *_: seen.append("norm"))
+    linear.register_forward_hook(lambda *_: seen.append("forward"))
+    linear.register_full_backward_hook(lambda *_: seen.append("backward"))
+    nn.utils.weight_norm(module.blocks[1][3])
+    plugin = FP8Precision(backend="te", keep_bf16=["lm_head"], fallback="error")
+    trainer(tmp_path, plugin, 1, accelerator="gpu", enable_checkpointing=False).fit(module, texts())
+    assert plugin.converted == ["blocks.0.1", "blocks.0.3", "blocks.1.1"]
+    steps = len(module.losses)
+    assert {name: seen.count(name) for name in seen} == {"norm": steps, "forward": steps, "backward": steps}
+    assert "blocks.1.3.weight" not in module.state_dict()

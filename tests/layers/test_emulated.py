@@ -1,5 +1,6 @@
 """The emulated layers against the plain-torch ones, and one product against its three GEMMs written out."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -214,6 +215,16 @@ def test_a_restored_model_goes_on_and_one_without_gradients_records_nothing():
     (loss, theirs), (again, ours) = (gradients(m, ids(seed=5), first=True) for m in (model, fresh))
     assert (loss, differ(ours, theirs)) == (again, set())
     assert not differ(state.capture(model), state.capture(fresh))
+
+
+def test_a_copy_records_amaxes_of_its_own():
+    model = build()
+    gradients(model, ids())
+    copy, before = deepcopy(model), state.capture(model)
+    (loss, ours), scales = gradients(copy, ids(seed=5), first=True), state.capture(copy)
+    assert not differ(before, state.capture(model))
+    (again, theirs) = gradients(model, ids(seed=5), first=True)
+    assert (loss, differ(ours, theirs), differ(scales, state.capture(model))) == (again, set(), set())
 
 
 def test_an_outlier_leaves_loss_and_gradients_finite():

@@ -103,6 +103,14 @@ def test_evaluation_leaves_the_scales_and_gives_logits() -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_ids_may_be_integers_of_any_kind(dtype: torch.dtype) -> None:
+    """-1, the target without a loss, is 255 in eight bits."""
+    model, (ids,) = gpt2_fp8.build(*WORDS, *KINDS["delayed"]), batches(1)
+    found = ids.to(dtype)
+    assert model(found[:, :-1], found[:, 1:]).item() == model(ids[:, :-1], ids[:, 1:]).item()
+
+
 def test_choices_are_words_and_mistakes_are_refused() -> None:
     model = gpt2_fp8.build("model.n_layer=1", model="tiny", precision="bf16", trainer="cpu")
     assert (model.plan.ran, len(model.model.blocks)) == ("bf16", 1)

@@ -1,7 +1,7 @@
 """`FP8Precision` under LightningModules that are not ours."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -141,6 +141,23 @@ def test_a_layer_with_two_names_is_one_and_a_subclass_stays() -> None:
     assert type(module[0][1]) is Own
 
 
+@pytest.mark.parametrize("backend", ["emulated", "torchao"])
+def test_hooks_stay_and_a_weight_that_one_computes_is_in_bf16(backend: Literal["emulated", "torchao"]) -> None:
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    module, seen = nn.Sequential(nn.Linear(16, 32), nn.utils.weight_norm(nn.Linear(32, 16))), list[str]()
+    handle = module[0].register_forward_hook(lambda *_: seen.append("forward"))
+    module[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    how = Conversion(backend, HYBRID, StatelessRecipe(name="current"), "cpu")
+    assert how.apply(module) == ["0"]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), how.region(module):
+            y = module(torch.ones(16, 16))
+        y.sum().backward()
+        handle.remove()
+    assert seen == ["forward", "backward", "backward"]
+
+
 def test_names_ties_and_every_kind_of_step(tmp_path: Path) -> None:
     plugin = FP8Precision(backend="emulated", keep_bf16=["blocks.0.*"], device="cpu")
     module = made()
@@ -152,6 +169,7 @@ def test_names_ties_and_every_kind_of_step(tmp_path: Path) -> None:
     (first, *_) = run.predict(module, texts())
     assert first.dtype == torch.bfloat16
     assert {"validate", "test"} <= set(module.saw)
+    assert module(next(iter(texts()))).dtype == torch.float32, "outside of a Trainer"
     again = trainer(tmp_path, FP8Precision(backend="emulated", keep_bf16=["blocks.0.*"], device="cpu"), 1)
     assert torch.equal(again.predict(module, texts())[0], first)
     with pytest.raises(UserError, match="other settings"):
@@ -191,11 +209,13 @@ def test_without_fp8_units_bf16_trains_or_an_error_says_why(tmp_path: Path) -> N
         ({"precision": "fp8_e5m2"}, "e5m2"),
         ({"backend": "fused"}, "backend=fused"),
         ({"backend": "torchao", "recipe": "delayed"}, "recipe=delayed"),
+        ({"recipe": 3}, "name=3"),
+        ({"device": "gpu"}, "device='gpu'"),
     ],
 )
 def test_what_is_not_known_is_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError, match=key):
-        FP8Precision(device="cpu", **options)
+        FP8Precision(**{"device": "cpu"} | options)
 
 
 def test_what_a_module_lacks_is_refused(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def same(one, other):
         (["-m", "seed=1,2"], ["-m"]),
         (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
+        ([["model=tiny"]], ["['model=tiny'] is no override in text"]),
     ],
 )
 def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):

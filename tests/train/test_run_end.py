@@ -7,10 +7,11 @@ from datetime import datetime
 
 import pytest
 
+from gpt2_fp8.callbacks.progress import LogLine
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
 from gpt2_fp8.train.run_end import RunEnd, Summary
-from tests.runs import summary
+from tests.runs import summary, train
 
 
 def ended(**values):
@@ -61,3 +62,18 @@ def test_a_summary_that_cannot_be_written_changes_no_end(tmp_path, caplog):
     end.first_step = 0
     end.close(None)
     assert [message for message in caplog.messages if "the summary cannot be written" in message]
+
+
+def test_a_run_that_goes_on_has_no_summary_until_its_end(tmp_path, monkeypatch):
+    """A kill would leave it: a comparison would take the run as completed."""
+    folder = tmp_path / "a"
+    train(folder, "trainer.max_steps=2")
+    there = {}
+
+    def look(self, trainer, *_):
+        there[trainer.global_step] = (folder / "summary.json").exists()
+
+    monkeypatch.setattr(LogLine, "on_train_batch_start", look)
+    train(folder, "ckpt_path=last", "trainer.max_steps=4")
+    assert there == {2: True, 3: False}
+    assert summary(folder)["steps"] == 4
