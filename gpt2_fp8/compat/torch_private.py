@@ -47,6 +47,13 @@ def rank_agent(spec: WorkerSpec, is_fault: Callable[[Mapping[int, ProcessFailure
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
 
 
+def keep_hooks(layer: torch.nn.Module, made: torch.nn.Module) -> None:
+    """Have `made` call the hooks of `layer`, as long as their handles are not removed."""
+    for name, hooks in vars(layer).items():
+        if name.startswith(("_forward_", "_backward_", "_is_full_backward_hook")) and hooks:
+            setattr(made, name, hooks)
+
+
 # The address of a device's current stream without a Stream object, which costs more than a launch. A torch without CUDA
 # does not have it.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

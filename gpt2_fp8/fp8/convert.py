@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.compat.torch_private import keep_hooks
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.fp8 import recipes
@@ -63,7 +64,7 @@ class Conversion:
         else:
             self._emulate(module, fp8)
         for name, layer in layers.items():
-            _keep_hooks(layer, module.get_submodule(name))
+            keep_hooks(layer, module.get_submodule(name))
         return fp8
 
     def _emulate(self, module: nn.Module, fp8: list[str]) -> None:
@@ -75,7 +76,9 @@ class Conversion:
             module.add_module(SCALES, scales)  # without parameters and buffers: the state dict stays as it was
 
     def _takes(self, name: str, layer: nn.Linear) -> bool:
-        if "weight" not in layer._parameters or any(fnmatchcase(name, one) for one in self.precision.keep_bf16):
+        if not isinstance(layer.weight, nn.Parameter) or any(
+            fnmatchcase(name, one) for one in self.precision.keep_bf16
+        ):
             return False
         return layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
 
@@ -155,13 +158,6 @@ def _replace(module: nn.Module, made_of: Callable[[str, nn.Module], nn.Module | 
         for name, child in list(parent.named_children()):
             if (replacement := made[child]) is not None:
                 setattr(parent, name, replacement)
-
-
-def _keep_hooks(layer: nn.Module, made: nn.Module) -> None:
-    """Have `made` call the hooks of `layer`, as long as their handles are not removed."""
-    for name, hooks in vars(layer).items():
-        if name.startswith(("_forward_", "_backward_", "_is_full_backward_hook")) and hooks:
-            setattr(made, name, hooks)
 
 
 def _of_transformer_engine(layer: nn.Module, fp8: bool) -> nn.Module | None:

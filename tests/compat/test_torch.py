@@ -117,3 +117,19 @@ def test_skip_on_host():
         torch_private.skip_where(optimizer, torch.zeros(()))
         optimizer.step()
         assert weight.tolist() == [0, 0]
+
+
+def test_a_layer_calls_the_hooks_of_another_until_they_are_removed():
+    layer, made, seen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), []
+    handles = [
+        layer.register_forward_pre_hook(lambda *_: seen.append("before")),
+        layer.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
+        layer.register_full_backward_hook(lambda *_: seen.append("backward")),
+    ]
+    torch_private.keep_hooks(layer, made)
+    made(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert seen == ["before", "after", "backward"]
+    for handle in handles:
+        handle.remove()
+    made(torch.ones(1, 2))
+    assert len(seen) == 3
