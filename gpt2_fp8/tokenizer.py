@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import disk, tokenizer_file
-from gpt2_fp8.config.data_schema import TextData, sources_of
+from gpt2_fp8.config.data_schema import TextData, source_key, sources_of
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     dtype = tokenizer_training.train(text, asked.vocab_size, asked.end, folder)
     of_text = f"{text.size / 1e6:,.1f} MB of text, {text.documents:,} documents"
     print(line(f"{folder}: {asked.vocab_size:,} ids, stored as {dtype}; trained on {of_text}"))
-    keys = [f"data.sources.{name}.tokenizer" if name else "data.tokenizer" for name, _ in sources_of(config.data)]
+    keys = [f"{source_key(name)}.tokenizer" for name, _ in sources_of(config.data)]
     print(line(f"next: {shlex.join([*RUN.split(), *words, *(format_override(key, str(folder)) for key in keys)])}"))
 
 
@@ -54,8 +54,7 @@ def _problems(configs: list[RunConfig], folder: Path, vocab_size: int) -> Iterat
         yield Problem("-m: a tokenizer is trained on one text")
     for name, source in sources_of(configs[0].data):
         if not isinstance(source, TextData):
-            key = f"data.sources.{name}" if name else "data"
-            yield Problem(f"{key}={source.name}: its files have token ids already, and no text")
+            yield Problem(f"{source_key(name)}={source.name}: its files have token ids already, and no text")
     if vocab_size > MOST_IDS:
         yield Problem(f"--vocab-size {vocab_size}: {MOST_IDS:,} at most")
     if find_spec("tokenizers") is None:

@@ -16,6 +16,7 @@ import torch
 from gpt2_fp8.compat import lightning_private as loops
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.divergence import DivergencePolicy
 from gpt2_fp8.engine.step import StepResult, Verdict
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
@@ -38,14 +39,14 @@ class Throughput(pl.Callback):
             validation, with what training keeps meanwhile: weights, optimizer state, recorded graphs.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int):
+    def __init__(self, config: RunConfig, vocab_size: int, policy: DivergencePolicy):
         self.every_n_steps = config.trainer.log_every_n_steps
         self.tokens_per_step = tokens_a_step(config)
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
         self.rates: list[float] = []  # tokens per second of every interval
         self.readers: list[Callable[[int, Mapping[str, float]], object]] = []
         self.train_loss: float | None = None
-        self.skipped_steps = self.reruns = 0
+        self.policy = policy  # which counts, before a row is written
         self._since: Moment | None = None  # where the interval has begun, or goes on; None before the first, or paused
         self._newest: Moment | None = None  # the verdict on the last step
         self._paused = False
@@ -102,10 +103,7 @@ class Throughput(pl.Callback):
         wait = self._waits.popleft()
         self._waited += 0.0 if result.gap is None else min(wait, result.gap.seconds())
         self._steps += 1
-        self.reruns += result.first is not None
-        if verdict.skipped:
-            self.skipped_steps += 1
-        else:
+        if not verdict.skipped:
             self._kept += 1
             self._sums += torch.tensor([verdict.loss, verdict.penalty or 0.0])
         if self._is_due(trainer):
@@ -127,8 +125,8 @@ class Throughput(pl.Callback):
             "lr": lr,
             "grad_norm": verdict.grad_norm,
             "clip_ratio": verdict.clip_ratio,
-            "skipped_steps": self.skipped_steps,
-            "bf16_reruns": self.reruns,
+            "skipped_steps": self.policy.skipped,
+            "bf16_reruns": self.policy.reruns,
             "tokens": trainer.global_step * self.tokens_per_step,
             **getattr(trainer.datamodule, "source_metrics", dict)(),  # type: ignore[attr-defined]
         }
@@ -167,13 +165,11 @@ class Throughput(pl.Callback):
         self.validation_gb = peak_gb(self.validation_gb, reset=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is counted so far, and what the next row's losses are means of."""
-        counts = {"skipped_steps": self.skipped_steps, "bf16_reruns": self.reruns}
-        return counts | {"kept": self._kept, "sums": self._sums.tolist()}
+        """Return what the next row's losses are means of."""
+        return {"kept": self._kept, "sums": self._sums.tolist()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the counts, and the interval, where the checkpoint left them."""
-        self.skipped_steps, self.reruns = state_dict["skipped_steps"], state_dict["bf16_reruns"]
+        """Continue the interval where the checkpoint left it."""
         self._kept, self._sums = state_dict["kept"], torch.tensor(state_dict["sums"])
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:

@@ -156,6 +156,11 @@ def sources_of(data: TextOfARun) -> list[tuple[str, Mixed]]:
     return list(data.sources.items()) if isinstance(data, MixtureData) else [("", data)]
 
 
+def source_key(name: str) -> str:
+    """Return the key of the source with this name, of those of `sources_of`."""
+    return f"data.sources.{name}" if name else "data"
+
+
 def with_sources(data: TextOfARun, sources: list[Mixed]) -> TextOfARun:
     """Return the same group with other sources, in the order of `sources_of`."""
     if isinstance(data, MixtureData):

@@ -29,7 +29,7 @@ from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_private import detach_logging
 from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.data_schema import sources_of
+from gpt2_fp8.config.data_schema import source_key, sources_of
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.programs import read_ranking
 from gpt2_fp8.config.schema import RunConfig
@@ -175,7 +175,7 @@ class Training:
         resume_step, trial = setup.saved_step(self.checkpoint), config.trainer.fast_dev_run
         data = TokenDataModule.from_config(config)
         module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
-        throughput = Throughput(config, module.vocab_size)
+        throughput = Throughput(config, module.vocab_size, self.divergence.policy)
         throughput.readers += [self.log_line.write, self.end.outdate]
         callbacks: list[Callback] = [self.time_limit, self.log_line, throughput]
         if config.callbacks.fp8_health and plan.recipe not in (None, "registered"):  # whose casts are not known
@@ -201,8 +201,7 @@ class Training:
         if options.ranking is not None and not config.trainer.fast_dev_run:
             callbacks.append(Ranking(read_ranking(options.ranking, []), options.ranking_every_n_steps))
         if config.callbacks.red_flags:
-            sources = {f"data.sources.{name}" if name else "data": source for name, source in sources_of(config.data)}
-            workers = {f"{above}.num_workers": source.num_workers for above, source in sources.items()}
+            workers = {f"{source_key(name)}.num_workers": of.num_workers for name, of in sources_of(config.data)}
             watch = RunWatch(config.optim.warmup_steps, workers, partial(log.warning, "%s"))
             throughput.readers.append(rank_zero_only(watch.see))
         if config.callbacks.sample_tokens:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.graceful_stop import DivergenceGuard
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
@@ -215,7 +216,9 @@ def test_lightnings_callbacks_work_beside_ours(config, whole, tmp_path):
     rows, own = Rows(), ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True, save_top_k=1)
     callbacks = [own, EarlyStopping("val_loss", patience=50), LearningRateMonitor()]
     folder = tmp_path / "checkpoints"
-    callbacks += [Throughput(config, 257), Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
+    guard = DivergenceGuard(config.callbacks, lambda trainer: True)
+    callbacks += [guard, Throughput(config, 257, guard.policy)]
+    callbacks += [Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
     module, _ = fit(config, tmp_path, logger=rows, log_every_n_steps=2, val_check_interval=4, callbacks=callbacks)
     assert same(module, whole.module)
     best = min(whole.rows.of("val_loss").items(), key=lambda found: found[1])
