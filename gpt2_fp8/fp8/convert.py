@@ -76,11 +76,9 @@ class Conversion:
             module.add_module(SCALES, scales)  # without parameters and buffers: the state dict stays as it was
 
     def _takes(self, name: str, layer: nn.Linear) -> bool:
-        if not isinstance(layer.weight, nn.Parameter) or any(
-            fnmatchcase(name, one) for one in self.precision.keep_bf16
-        ):
-            return False
-        return layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+        kept = any(fnmatchcase(name, pattern) for pattern in self.precision.keep_bf16)
+        computed = not isinstance(layer.weight, nn.Parameter)
+        return not (kept or computed) and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
 
     @contextmanager
     def region(self, module: nn.Module) -> Iterator[None]:

@@ -73,7 +73,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
         "peak_memory_gb": peak_gb(None) if on_gpu else devices.peak_host_gb(),  # of a CPU's whole process
     }
     if own.ranking is not None:
-        module.to(torch.device(device))  # where a Trainer does not leave it
+        module.to(device)  # where a Trainer does not leave it
         found["ranking"] = count_right(items, log_likelihoods(module, endings, config.micro_batch))
     return found
 

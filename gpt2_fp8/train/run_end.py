@@ -141,9 +141,9 @@ class RunEnd:
         self.in_sweep = typed is None and bool(words)
         self.config, self._here, self._typed = config, here, typed
 
-    def outdate(self, *_: object) -> None:
+    def outdate(self, step: int, _: object) -> None:
         """Remove the summary of a process before, once this one has trained: a kill leaves none, as of a new run."""
-        if ranks.is_first_rank():
+        if step == (self.first_step or 0) + 1 and ranks.is_first_rank():
             with suppress(OSError):
                 (self.folder / NAME).unlink()
 
