@@ -76,9 +76,26 @@ def finish(process, timeout=90):
                 return process.returncode, output
             time.sleep(0.1)
         raise AssertionError(f"a process is left behind:\n{output}")
+    except subprocess.TimeoutExpired:
+        for each in descendants(process.pid):  # an agent's ranks are in sessions of their own
+            with contextlib.suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        raise AssertionError(f"not at its end after {timeout} s:\n{process.communicate()[0]}") from None
     finally:
         if group_is_alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def descendants(process):
+    """The ids of a process and of all that it has started."""
+    found = [process]
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
 
 
 def group_is_alive(group):

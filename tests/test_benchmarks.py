@@ -53,6 +53,23 @@ def test_the_time_of_an_update(script, capsys, optimizer):
     assert re.fullmatch(r"\S+ update: \d+\.\d\d ms\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
+def test_the_share_of_speed_that_is_left(script, capsys):
+    """Runs leave nothing saved, and none behind: they end after the last row."""
+    words = [word for word in SMALL[1:] if "checkpoint" not in word]
+    words += ["precision=fp32", "trainer.accelerator=cpu", "data.val_sequences=0"]
+    assert script("several_gpus").main(["runs", "--gpus", "0", "1", "--steps", "6", "--", *words]) == 0
+    rate = r"(\d[\d,]*) tokens/s"
+    alone, together = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(f"slowest of 2 GPUs alone: {rate}", alone)
+    found = re.fullmatch(rf"together: {rate} \(.*\), (\S+)%; first row after \d+ s", together)
+    count = [int(text.replace(",", "")) for text in (found[1], re.search(rate, alone)[1])]
+    assert float(found[2]) == pytest.approx(100 * count[0] / count[1] / 2, abs=0.1)
+    last = Path("runs/together/metrics.csv").read_text().splitlines()[-1]
+    assert 6 <= int(last.partition(",")[0]) <= 8
+    assert not list(Path("runs").rglob("manifest.json"))
+
+
 def test_the_error_of_gradients(script, tmp_path, capsys):
     """A condition equal to the first has none."""
     train(tmp_path / "run", *FP8)

@@ -24,7 +24,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/runtime/**/*.py": (1784, 13),
     "gpt2_fp8/train/**/*.py": (3862, 20),
 }
-OTHERS = {"tests/**/*.py": 32254, "docs/*.md": 2774, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
+OTHERS = {"tests/**/*.py": 32329, "docs/*.md": 2784, "README.md": 151, "ARCHITECTURE.md": 232, "CHANGELOG.md": 18}
 
 
 def lines(pattern: str) -> list[int]:

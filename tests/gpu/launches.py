@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from tests.gpu.rank_faults import SECONDS
 from tests.ports import free_port
 from tests.ranks import SCRIPT, finish, srun
 
-SECONDS = 150  # that a launch may take; most of it is start-up
 PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, PATHS))}
 SHARED = torch.cuda.device_count() == 1 and os.environ.get("RANKS_SHARE_A_GPU") == "1"

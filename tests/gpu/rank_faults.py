@@ -3,6 +3,7 @@
 `note` is called in every run, and `share` where its ranks have one GPU.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from gpt2_fp8.fp8 import state
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.module import GPT2Module
 
+SECONDS = 150  # that a launch may take; most of it is start-up
 _here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
 
 
@@ -43,7 +45,11 @@ def share():
 
 
 def note():
-    """Write a line of JSON for every finished step into the file rank-R of the working directory."""
+    """Write a line of JSON for every finished step into the file rank-R of the working directory.
+
+    Shortly before the test gives the run up, it prints where its threads are.
+    """
+    faulthandler.dump_traceback_later(SECONDS - 20)
     training_step, settle = GPT2Module.training_step, TrainingStep.settle
 
     def noted_training_step(self, batch, batch_idx):
@@ -167,7 +173,11 @@ def _signalled(number, step, owner=Gradients, name="of_step", rank=1):
 
 
 def hangs_in_the_exchange():
-    """Rank 1 stops. The other rank's GPU waits for its gradients until the group's timeout."""
+    """Rank 1 stops. The other rank's GPU waits for its gradients until the group's timeout.
+
+    Then NCCL's watchdog gives the recorder four times the variable's time to write.
+    """
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
     collectives.GROUP_TIMEOUT = timedelta(seconds=40)
     _signalled(signal.SIGSTOP, 3, Exchange, "end")
 
