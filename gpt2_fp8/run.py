@@ -9,6 +9,7 @@ diverged, 4 data source lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or S
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -87,7 +88,10 @@ def _job(cfg: DictConfig) -> float | None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code."""
+    """Run the command line `argv` (without the program's name); returns the exit code.
+
+    It ends the process where one of several ranks fails without the others.
+    """
     if programs.asks_version(argv):
         if ranks.is_first_rank():
             print(programs.VERSION)
@@ -106,7 +110,10 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return say_end(error)
+            code = say_end(error)
+            if (met := joined_ranks()) is not None and met.apart is not None:
+                atexit._run_exitfuncs()
+                os._exit(programs.end(code))  # what else Python does, and NCCL, may wait for the GPU
     return code
 
 

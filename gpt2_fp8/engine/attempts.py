@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gpt2_fp8.config.errors import SharedRefusal
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.fp8.scaling import Undo
@@ -74,7 +75,7 @@ class Attempts:
         """Compute the gradients of the step after `done` steps, averaged over the ranks; `first`: of this process.
 
         `gap`: before an attempt at this step that was taken back. An error, and the Interrupted of a signal, leave no
-        gradients, and random numbers and scales as they were.
+        gradients, and random numbers and scales as they were; a SharedRefusal leaves all as it is.
         """
         random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
         undo: Undo = lambda: None  # noqa: E731
@@ -90,6 +91,8 @@ class Attempts:
                 undo = self.scaling.remember()
                 loss = self.in_own_precision(ids, undo)
                 outliers = self.scaling.count_amax_outliers(self.parts)
+        except SharedRefusal:  # the ranks are apart: a GPU may wait for another
+            raise
         except BaseException:
             self._discard(undo)
             rng.restore_torch(random)
@@ -150,6 +153,8 @@ class Attempts:
             discard = partial(self._discard, self.scaling.remember())
             try:
                 self.training(lambda size: self._gradients.calibrate(ids, size), discard, proves_size=False)
+            except SharedRefusal:
+                raise
             except BaseException:
                 discard()
                 raise

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PATIENCE_SECONDS = 300.0  # one rank may import its packages from a slow disk while the others wait
-END_SECONDS = 60.0  # that other ranks wait for rank 0's end
+END_SECONDS = 30.0  # that other ranks wait for rank 0's end, which its thread brings about sooner
 GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
 SAVE_SECONDS = 600  # that the ranks, and under an agent of this process all of them, have to save after a signal
 _LOOK_SECONDS = 0.05
@@ -59,6 +59,7 @@ class Meeting:
     Attributes:
         kept: the run's folder, if an earlier generation had one; None otherwise.
         again: whether this generation may not be the first. Without the agent's store nobody knows.
+        apart: the error by which this rank ends without the others; None: it has none. Its GPU may wait for theirs.
     """
 
     def __init__(self, place: Ranks) -> None:
@@ -70,6 +71,7 @@ class Meeting:
         self.kept = self._get("kept") or None
         self.again = self.kept is not None or (place.has_agent and not _is_agents())
         self._ending = threading.Event()
+        self.apart: RunError | None = None
         self._lost: RankLost | None = None  # what is known of another rank's failure, also after the store has ended
 
     def _generation(self) -> str:
@@ -122,9 +124,10 @@ class Meeting:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def watch(self, on_lost: Callable[[RunError], Any]) -> None:
-        """Have a thread end this process when another rank has failed, which NCCL does not tell the main thread.
+        """Have a thread end this process when a rank has failed, and the main thread does not come to its end.
 
-        `on_lost` is called with the error before that: it writes the summary.
+        NCCL does not tell it of another rank, and after a failure of its own it may wait for a GPU, which waits for
+        another rank's. `on_lost` is called with the error before that: it writes the summary.
         """
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a wait may hold the main thread's connection
         threading.Thread(target=self._watch, args=(store, on_lost), name="ranks", daemon=True).start()
@@ -135,12 +138,15 @@ class Meeting:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error that counts, RankLost for a torn connection; otherwise tell the other ranks of `error`."""
-        if not _is_connection(error):
-            if not isinstance(error, (RankLost, *_AGREED)):
-                self.tell(error)
+        if _is_connection(error):
             self.ending()
-            return error
+            error = self.apart = self._torn(error)
+        elif not isinstance(error, (RankLost, *_AGREED)):
+            self.tell(error)
         self.ending()
+        return error
+
+    def _torn(self, error: BaseException) -> RankLost:
         if self._lost is not None:
             return self._lost
         until, name = time.monotonic() + 2 * GRACE_SECONDS, "another rank"
@@ -161,7 +167,7 @@ class Meeting:
         if self._ending.is_set():
             return
         known = error if isinstance(error, RunError) else RunError(f"{type(error).__name__}: {error}")
-        words = (str(known).splitlines() or [""])[0]
+        self.apart, words = known, (str(known).splitlines() or [""])[0]
         with suppress(RuntimeError):
             self._store.set("failed", json.dumps([self.ranks.rank, words, known.exit_code, known.status]))
 
@@ -181,8 +187,8 @@ class Meeting:
         with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
             while not (there := self._store.check(["said"])) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
-            said = self._store.get("said").decode() if there else None
-        known = error is not None and (error.told or (said is not None and text.splitlines()[0] in said))
+            said = self._store.get("said").decode() if there else ""  # rank 0 hangs
+        known = error is not None and said != "" and (error.told or text.splitlines()[0] in (said or ""))
         if not known and said != text:
             programs.say(f"rank {self.ranks.rank}: {text}")
 
@@ -196,12 +202,15 @@ class Meeting:
 
     def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
         with suppress(RuntimeError):  # the store is gone: so are all connections
-            while (error := self._failure(store)) is None:
-                if self._ending.wait(_WATCH_SECONDS):
-                    return
+            error: RunError | None
+            while (error := self._failure(store)) is None and not self._ending.wait(_WATCH_SECONDS):
+                pass
             if self._ending.wait(GRACE_SECONDS):
-                return
-            if not self.ranks.rank:
+                if (error := self.apart) is None:
+                    return
+                time.sleep(2 * GRACE_SECONDS + (END_SECONDS if self.ranks.rank else 0.0))
+            assert error is not None
+            if not self.ranks.rank and not store.check(["said"]):
                 writer = threading.Thread(target=on_lost, args=(error,), daemon=True)
                 writer.start()
                 writer.join(2 * GRACE_SECONDS)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 
 import pytest
 import torch
@@ -202,6 +203,52 @@ def test_out_of_memory_on_all_ranks_begins_the_step_again(tmp_path):
     own, small = metrics(tmp_path / "outputs/run"), metrics(tmp_path / "small")
     for column in ("train_loss", "val_loss", "grad_norm"):
         assert own[column] == pytest.approx(small[column], rel=1e-6), column
+
+
+# Rank 1 alone has no memory, after what its second micro-batch has exchanged. Then rank 0 waits, as for its GPU.
+APART = """
+from contextlib import contextmanager
+import threading
+import torch
+from gpt2_fp8.engine.sharded import Sharded
+from gpt2_fp8.runtime import rendezvous
+from gpt2_fp8.train.fit import Training
+
+part, fill, rendezvous.GRACE_SECONDS, begun = Sharded.part, Training.fill_summary, 1.0, []
+rank = os.environ.get("RANK")
+
+@contextmanager
+def failing(self, last):
+    begun.append(last)
+    with part(self, last):
+        yield
+    if rank == "1" and len(begun) == 4:
+        Path("failed").touch()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+def in_the_summary(self):
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(600)
+    fill(self)
+
+def at_pythons_end(code):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+Sharded.part = failing
+if rank == "0":
+    {waits}
+"""
+WAITS = ["Training.fill_summary = in_the_summary", "sys.exit = at_pythons_end"]
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_out_of_memory_on_one_rank_is_said_once_and_ends_one_whose_gpu_waits(tmp_path, waits):
+    output = run(tmp_path, *DIVIDED, *FEW, "run_name=run", patch=APART.replace("{waits}", waits), timeout=150, code=2)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 20
+    assert output.count("out of memory on rank 1 alone with micro_batch_size=2") == 1, output
+    assert "Traceback" not in output
+    assert summary(tmp_path / "outputs/run")["status"] == "refused"
 
 
 NAN = """

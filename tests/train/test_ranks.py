@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from gpt2_fp8.config.errors import Problem, SharedRefusal
+from gpt2_fp8.runtime import rendezvous
+from gpt2_fp8.runtime.ranks import Ranks
+from gpt2_fp8.runtime.rendezvous import Meeting
 from gpt2_fp8.train.module import GPT2Module
 from tests.ports import free_port
 from tests.ranks import BATCH, TWO, WORDS, by_hand, fault, finish, program, run, srun, start, tasks, torchrun
@@ -324,6 +328,17 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
     )
     run(tmp_path, *TWO, "run_name=run", patch=patch, code=1)
     assert "rank 1 failed: RuntimeError: the roof fell in" in summary(tmp_path / "outputs/run")["message"]
+
+
+def test_what_all_ranks_refuse_is_said_by_another_where_rank_zero_hangs(monkeypatch, capsys):
+    met, refused = object.__new__(Meeting), SharedRefusal([Problem("no memory")])
+    met.ranks, met._store = Ranks(rank=1, world_size=2), torch.distributed.HashStore()
+    monkeypatch.setattr(rendezvous, "END_SECONDS", 0.1)
+    met.end_after_rank_zero(refused, str(refused))
+    assert capsys.readouterr().err == "rank 1: error: no memory\n"
+    met._store.set("said", "rank 1 refused: error: no memory")
+    met.end_after_rank_zero(refused, str(refused))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one):
