@@ -139,11 +139,6 @@ class BlockSpec:
         if found := [reason for reason, holds in wrong.items() if holds]:
             raise ValueError("; ".join(found))
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The input and output channels of a block's linear layers."""
-        return self.n_embd, self.heads.queries, self.heads.packed, self.mlp.width, self.mlp.projected
-
     def options(self) -> frozenset[Option]:
         """Return what layers must have to compute this block."""
         heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None

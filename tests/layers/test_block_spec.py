@@ -27,7 +27,8 @@ def test_every_key_reaches_the_description():
     assert (spec.mlp, spec.mlp.projected) == (MLP("swiglu", 48), 96)
     assert spec.positions == RoPE(5e5, 32.0, Bands(1.0, 4.0, 8192))
     assert (spec.tied, spec.bias, spec.dropout) == (False, False, 0.1)
-    assert spec.widths == (32, 24, 48, 48, 96)
+    widths = spec.n_embd, spec.heads.queries, spec.heads.packed, spec.mlp.width, spec.mlp.projected
+    assert widths == (32, 24, 48, 48, 96)
     assert block_spec(replace(CONFIG, positions="rope")).positions == RoPE(10000.0)
 
 
