@@ -87,12 +87,22 @@ def layer_norm_backward(
     All are bfloat16 [M, N]. `residual=None`: x has no other use.
     """
     assert all(t.is_contiguous() for t in (dy, x, residual) if t is not None)
-    (m, n), dx = x.shape, torch.empty_like(x)
+    (m, n), dx, (mean, rstd) = x.shape, torch.empty_like(x), statistics
     if slot is None:
         q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
+        scale = amax = rstd  # any address: neither is used
     else:
-        q, qt = empty_pair(m, n, slot.dtype, x.device)
-    return LayerNormGradient(dx, q, qt, _backward(dy, x, *statistics, weight, residual, slot, (dx, q, qt)))
+        (q, qt), scale, amax = empty_pair(m, n, slot.dtype, x.device), slot.scale, slot.amax
+    processors = nvrtc.processors(x.device)
+    shape = _backward_shape(n, m, processors, 2 if residual is None else 3)
+    grid = min(-(-m // shape.tile), processors * shape.blocks)
+    sums = torch.empty(grid, 3, n, dtype=torch.float32, device=x.device)
+    given = {"E4M3": slot is not None and slot.dtype == torch.float8_e4m3fn, "CAST": slot is not None}
+    given |= {"RESIDUAL": residual is not None, "RMS": mean is None}
+    launch = _kernel("layer_norm_backward", n, shape, x.device, **given)
+    second = dx if residual is None else residual
+    launch(grid, dy, x, second, mean, rstd, weight, dx, q, qt, sums, scale, amax, m)
+    return LayerNormGradient(dx, q, qt, sums)
 
 
 class _Shape(NamedTuple):
@@ -171,22 +181,3 @@ def _forward(
     grid = min(-(-m // shape.tile), processors * shape.blocks)
     more = () if factors is None else (factors,)
     launch(grid, x, weight, bias, *results, slot.scale, slot.amax, m, float(epsilon), *more)
-
-
-def _backward(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, residual: Tensor | None,
-    slot: Slot | None, results: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:  # fmt: skip
-    """Write the results: dx and both layouts. Return the sums: see `LayerNormGradient`."""
-    m, n = x.shape
-    processors = nvrtc.processors(x.device)
-    shape = _backward_shape(n, m, processors, 2 if residual is None else 3)
-    grid = min(-(-m // shape.tile), processors * shape.blocks)
-    sums = torch.empty(grid, 3, n, dtype=torch.float32, device=x.device)
-    given = {"E4M3": slot is not None and slot.dtype == torch.float8_e4m3fn, "CAST": slot is not None}
-    given |= {"RESIDUAL": residual is not None, "RMS": mean is None}
-    scale, amax = (rstd, rstd) if slot is None else (slot.scale, slot.amax)
-    launch = _kernel("layer_norm_backward", n, shape, x.device, **given)
-    second = results[0] if residual is None else residual
-    launch(grid, dy, x, second, mean, rstd, weight, *results, sums, scale, amax, m)
-    return sums
