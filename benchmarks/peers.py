@@ -10,12 +10,12 @@ gpt2_fp8.bench` measures this project on the same work.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -31,7 +31,7 @@ from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import table
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.runtime import devices
-from gpt2_fp8.runtime.moments import Moment
+from gpt2_fp8.runtime.moments import seconds_of_each
 
 BATCHES = 8  # different batches; they repeat in longer measurements
 
@@ -73,8 +73,8 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> dict[str, 
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    calls = [lambda i=i: loop.step(batches[i % len(batches)]) for i in range(warmup, warmup + steps)]
-    rates = [tokens_a_step(config) / seconds for seconds in _seconds_of_each(calls, device)]
+    calls = [partial(loop.step, batches[i % len(batches)]) for i in range(warmup, warmup + steps)]
+    rates = [tokens_a_step(config) / seconds for seconds in seconds_of_each(calls, torch.device(device))]
     return {
         "tokens/s": statistics.median(rates),
         "slowest": min(rates),
@@ -105,17 +105,6 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = torch.stack(losses).sum()
-
-
-def _seconds_of_each(calls: Sequence[Callable[[], object]], device: str) -> list[float]:
-    """Measure the seconds of each of several calls in a row. On a GPU events measure, so that nothing waits."""
-    marks = [Moment(torch.device(device))]
-    for call in calls:
-        call()
-        marks.append(Moment(torch.device(device)))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return [after.seconds_since(before) for before, after in itertools.pairwise(marks)]
 
 
 def _version(distributions: Sequence[str]) -> str | None:

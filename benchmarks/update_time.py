@@ -26,6 +26,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime.moments import Moment
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     for parameter in step.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     for name, part in parts.items():
-        told = measure(part, plan.device == "cuda", asked.repeats)
+        told = measure(part, torch.device(plan.device), asked.repeats)
         if rank == 0:
             print(f"{config.model.name} {name}: {told}", flush=True)
     if distributed.is_initialized():
@@ -62,24 +63,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(part: Callable[[], object], on_gpu: bool, repeats: int) -> str:
+def measure(part: Callable[[], object], device: torch.device, repeats: int) -> str:
     """Return the median times of `part`, which ranks begin together, in words."""
-    device, host = [], []
+    whole, host, on_gpu = list[float](), list[float](), device.type == "cuda"
     for _ in range(repeats + 3):
         if distributed.is_initialized():
             distributed.barrier()
         wait(on_gpu)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-        begin = time.perf_counter()
-        for event in events[:1]:
-            event.record()
+        began, begin = time.perf_counter(), Moment(device)
         part()
-        for event in events[1:]:
-            event.record()
-        host.append(1e3 * (time.perf_counter() - begin))
+        end = Moment(device)
+        host.append(1e3 * (time.perf_counter() - began))
         wait(on_gpu)
-        device.append(events[0].elapsed_time(events[1]) if on_gpu else host[-1])
-    times = [statistics.median(found[3:]) for found in (device, host)]
+        whole.append(1e3 * end.seconds_since(begin))
+    times = [statistics.median(found[3:]) for found in (whole, host)]
     if not on_gpu:
         return f"{times[1]:.2f} ms"
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -14,12 +14,12 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, Status
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
 from gpt2_fp8.runtime import devices, registry
+from gpt2_fp8.runtime.moments import seconds_of_each
 
 # Parts of names that tell where a kernel is from and not what it does.
 _NOISE = re.compile(
@@ -150,21 +151,15 @@ def time_steps(step: TrainingStep, batches: list[Tensor], device: str) -> list[f
     On a GPU the time is the GPU's own, between events in its queue. The host settles each step as a run does: once
     the next one is launched, and at the end.
     """
-    if device == "cpu":
-        clock = [time.perf_counter()]
-        for ids in batches:
-            step(ids)
-            step.settle()
-            clock.append(time.perf_counter())
-        return [after - before for before, after in itertools.pairwise(clock)]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
-    marks[0].record()
-    for ids, mark in zip(batches, marks[1:], strict=True):
+
+    def one(ids: Tensor) -> None:
         step(ids)
-        mark.record()
+        if device == "cpu":
+            step.settle()
+
+    found = seconds_of_each((partial(one, ids) for ids in batches), torch.device(device))
     step.settle()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+    return found
 
 
 # ---- where a step's time goes ----------------------------------------------------------------------------------------

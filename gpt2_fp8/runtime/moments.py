@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,16 @@ class Moment:
         if self._event is None or before._event is None:
             return self._seconds - before._seconds
         return float(before._event.elapsed_time(self._event)) / 1000
+
+
+def seconds_of_each(calls: Iterable[Callable[[], object]], device: torch.device) -> list[float]:
+    """Measure each of several calls in a row, in seconds. Nothing waits for the GPU but the last moment."""
+    marks = [Moment(device)]
+    for call in calls:
+        call()
+        marks.append(Moment(device))
+    marks[-1].wait()
+    return [after.seconds_since(before) for before, after in pairwise(marks)]
 
 
 class Gap(NamedTuple):
