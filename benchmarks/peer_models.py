@@ -210,11 +210,11 @@ def _needs_fp8(device: str) -> None:
 
 OURS, TRANSFORMERS = "plain torch", "transformers"
 ANY_MODEL = (OURS, TRANSFORMERS)  # the others are GPT-2
-# The builder of each, and the distributions that tell its version.
-PEERS: dict[str, tuple] = {
+# The builder of each, and the package that tells its version.
+PEERS: dict[str, tuple[Callable[[ModelConfig, int, str], Peer], str]] = {
     OURS: (plain_torch, "torch"),
     TRANSFORMERS: (transformers_model, "transformers"),
     "torchao float8": (torchao_float8, "torchao"),
     "Lightning transformer-engine": (lightning_transformer_engine, "lightning"),
-    "Transformer Engine": (transformer_engine, "transformer_engine", "transformer-engine"),
+    "Transformer Engine": (transformer_engine, "transformer_engine"),
 }

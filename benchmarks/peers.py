@@ -13,10 +13,8 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from gpt2_fp8.config.shown import table
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.runtime.moments import seconds_of_each
+from gpt2_fp8.runtime.programs import installed_version
 
 BATCHES = 8  # different batches; they repeat in longer measurements
 
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
     config = parser.composed(words)
     rows = []
     for name in asked.only:
-        row: dict[str, Any] = {"program": name, "version": _version(PEERS[name][1:])}
+        row: dict[str, Any] = {"program": name, "version": installed_version(PEERS[name][1])}
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
                 row |= child.submit(measure, name, config, asked.steps, asked.warmup).result()
@@ -105,15 +104,6 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = torch.stack(losses).sum()
-
-
-def _version(distributions: Sequence[str]) -> str | None:
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 if __name__ == "__main__":

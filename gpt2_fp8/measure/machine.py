@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.shown import one_line
 from gpt2_fp8.measure.case import Case, measure, run_child
+from gpt2_fp8.runtime import programs
 
 SECONDS = 180.0  # for all parts of the child: imports from a network's disk take long
 STEP_SECONDS = 150.0  # for the steps of one precision, with compilation
@@ -95,7 +95,7 @@ class Facts:
 def collect(say: Callable[[str], None]) -> Facts:
     """Return the facts of this machine, without times of steps. `say` is told what is looked at."""
     say("the host and its GPUs")
-    host, versions = _host(), {name: _version(name) for name in PACKAGES}
+    host, versions = _host(), {name: programs.installed_version(name) for name in PACKAGES}
     say("torch, Transformer Engine and what else FP8 stands on, in a process of their own")
     answers, errors = ask([part for part in ANSWERS if versions.get(part, "") is not None])
     errors |= {name: answers[name] for name in PACKAGES if isinstance(answers.get(name), str)}
@@ -178,12 +178,6 @@ def _on_bus() -> bool:
             if (device / "vendor").read_text() == "0x10de\n" and (device / "class").read_text().startswith("0x03"):
                 return True
     return False
-
-
-def _version(name: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
 
 
 def _disks() -> Iterator[tuple[str, Disk]]:

@@ -58,11 +58,14 @@ def read_versions() -> dict[str, str | None]:
     """Return versions as installed, without importing anything, and as `code` the digest of this package's files."""
     found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
     found["python"] = platform.python_version()
-    for name in ("torch", "lightning", "transformer_engine"):
-        found[name] = None
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    return found | {name: installed_version(name) for name in ("torch", "lightning", "transformer_engine")}
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None without it."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def asks_version(argv: list[str]) -> bool:
