@@ -19,6 +19,7 @@ from gpt2_fp8.config.kept_layers import MLP, PARTS, parse_kept
 from gpt2_fp8.config.schema import FP8PrecisionConfig
 from gpt2_fp8.fp8.recipes import formats
 from gpt2_fp8.fp8.state import BACKWARD, FORWARD, ScalingState, TEState, states_of
+from gpt2_fp8.kernels.formats import HEAD_GRADIENT, LARGEST
 from gpt2_fp8.layers.block import product_place
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE
 from gpt2_fp8.runtime.moments import Sent
@@ -27,7 +28,6 @@ Kind = Literal["input", "weight", "gradient"]
 KINDS: tuple[Kind, ...] = ("input", "weight", "gradient")
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HEAD = "head"
-HEAD_GRADIENT = torch.float8_e5m2  # under every precision
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class StoredScales:
         if (device, sizes) not in self._made:
             starts = dict(zip(self._groups, accumulate(sizes, initial=0), strict=False))
             columns = [starts[owner, direction] + column for owner, direction, column in self._places.values()]
-            largest = [torch.finfo(tensor.dtype).max for tensor in self.found]
+            largest = [LARGEST[tensor.dtype] for tensor in self.found]
             self._made[device, sizes] = torch.tensor(columns, device=device), torch.tensor(largest, device=device)
         return self._made[device, sizes]
 
@@ -163,7 +163,7 @@ def headroom(tensor: FP8Tensor, stored: Stored) -> float:
     if stored.amax == 0:
         return math.inf
     reached = stored.amax * stored.scale
-    return math.log2(torch.finfo(tensor.dtype).max / reached) if math.isfinite(reached) and reached > 0 else math.nan
+    return math.log2(LARGEST[tensor.dtype] / reached) if math.isfinite(reached) and reached > 0 else math.nan
 
 
 def at_limit(scale: float) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RegisteredRecipe, StatelessRecipe
+from gpt2_fp8.kernels.formats import HEAD_GRADIENT
 from gpt2_fp8.layers import fp8_cast
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.layers.emulated import Emulation
@@ -96,7 +97,7 @@ def float8_config(precision: FP8PrecisionConfig, recipe: str, head: bool = False
 
     rowwise = {"current": False, "rowwise": True}[recipe]
     forward, gradient = formats(precision)
-    gradient = torch.float8_e5m2 if head else gradient
+    gradient = HEAD_GRADIENT if head else gradient
     tensor, row = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 
     def operand(dtype: torch.dtype, by_row: bool = rowwise, on: bool = True) -> Any:

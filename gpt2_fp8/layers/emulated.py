@@ -165,12 +165,13 @@ class _Linear(torch.autograd.Function):
 class Emulated(block.Composed):
     """The family of the emulated layers. A part that stays in bf16 is the plain-torch layers'."""
 
+    scales: EmulatedScales | None
+
     def __init__(
         self, how: Emulation, delayed: DelayedScaling | None, recompute: Recompute, kernel: AttentionKernel = "auto"
     ):
         super().__init__(reference, recompute, kernel)
-        self.how, self._emulated = how, EmulatedScales(delayed) if delayed else None
-        self.scales = self._emulated
+        self.how, self.scales = how, EmulatedScales(delayed) if delayed else None
 
     @staticmethod
     @override
@@ -185,7 +186,7 @@ class Emulated(block.Composed):
             made.mlp.fc1_product = _in_float32
         for part in PARTS:
             if part in fp8:
-                block.put_product(made, part, Product(self.how, self._emulated, *_RESULTS[part]))
+                block.put_product(made, part, Product(self.how, self.scales, *_RESULTS[part]))
         return made
 
 

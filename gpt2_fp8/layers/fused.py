@@ -252,10 +252,11 @@ class Fused(Composed):
     """The family of the fused layers. A block or head that must stay in bf16 is one of Transformer Engine's layers."""
 
     embed, turns = staticmethod(fused_embed), staticmethod(Turns.of)
+    scales: Scales
 
     def __init__(self, settings: DelayedScaling, recompute: Recompute, kernel: AttentionKernel = "auto"):
         super().__init__(te, recompute, kernel)
-        self._fused = self.scales = Scales(settings)
+        self.scales = Scales(settings)
         self._below: Block | None = None  # the last block built, if it is a fused one
 
     def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
@@ -266,9 +267,9 @@ class Fused(Composed):
             kept = super().block(spec, NO_PARTS)
             kept.register_forward_pre_hook(_angle_alone)
             return kept
-        self._below = Block(spec, self._fused, self.recompute, self.kernel, self._below)
+        self._below = Block(spec, self.scales, self.recompute, self.kernel, self._below)
         return self._below
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `Composed`."""
-        return Head(spec, padded_vocab_size, self._fused) if fp8 else super().head(spec, padded_vocab_size, fp8)
+        return Head(spec, padded_vocab_size, self.scales) if fp8 else super().head(spec, padded_vocab_size, fp8)
