@@ -27,11 +27,11 @@ def library_versions() -> dict[str, str]:
         if cudnn := torch.backends.cudnn.version():
             found["cudnn"] = format_version(cudnn)
         with suppress(RuntimeError, AttributeError):
-            found["cublaslt"] = cublaslt.version()
+            found["cublaslt"] = format_version(cublaslt.version())
     return found
 
 
-def format_version(cudnn: int) -> str:
-    """Return cuDNN's version with dots: 91900 -> 9.19.0; 8907 -> 8.9.7."""
-    major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
+def format_version(number: int) -> str:
+    """Return the version of cuDNN or cuBLASLt with dots: 91900 -> 9.19.0; 130100 -> 13.1.0; 8907 -> 8.9.7."""
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

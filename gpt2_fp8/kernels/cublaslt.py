@@ -75,12 +75,11 @@ def library() -> Any:
     return loaded
 
 
-def version() -> str:
-    """Return cuBLASLt's own version: 130100 -> 13.1.0. Raises RuntimeError if there is none."""
+def version() -> int:
+    """Return cuBLASLt's own version: 130100 is 13.1.0. Raises RuntimeError if there is none."""
     ask = library().cublasLtGetVersion
     ask.argtypes, ask.restype = [], ctypes.c_size_t
-    major, rest = divmod(ask(), 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    return int(ask())
 
 
 def _open() -> ctypes.CDLL:

@@ -27,14 +27,7 @@ from gpt2_fp8.kernels.activation import activation_backward_cast, activation_cas
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
 from gpt2_fp8.kernels.formats import Slot
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product import (
-    Activated,
-    Kind,
-    Operands,
-    fits,
-    product_activation,
-    product_activation_backward,
-)
+from gpt2_fp8.kernels.product import Activated, Kind, Operands, fits, product_activation, product_activation_backward
 from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import LayerNormMLP

@@ -206,14 +206,14 @@ def causal_attention(qkv: Tensor, n_head: int) -> Tensor:
     return causal(q, k, v, 0.0)
 
 
-def again(part: Callable[..., Tensor], *inputs: Any, draws: bool) -> Tensor:
+def again(part: Callable[..., Tensor], *inputs: Any, draws: bool, **how: Any) -> Tensor:
     """Compute `part(*inputs)`. Its backward computes it once more: of what it computes, nothing is kept until then.
 
-    `draws`: whether it draws random numbers, which are then drawn again.
+    `draws`: whether it draws random numbers, which are then drawn again. `how`: more arguments of torch's `checkpoint`.
     """
     if not torch.is_grad_enabled():
         return part(*inputs)
-    return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=draws)
+    return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=draws, **how)
 
 
 def head(n_embd: int, padded_vocab_size: int, norm: Norm, fp8: bool) -> nn.Module:

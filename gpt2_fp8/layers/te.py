@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.compat.transformer_engine import apply_rotary, computed_twice, entered_recipe, split_along_dim
 from gpt2_fp8.config.block_spec import MLP, Heads, Norm
@@ -97,12 +96,8 @@ def again(part: Callable[..., Tensor], *inputs: Any, draws: bool) -> Tensor:
     TE's own `checkpoint` enters a new region in the backward. On leaving that, TE moves every history on by a step: a
     history of 16 would end within two micro-batches of 12 blocks.
     """
-    if not torch.is_grad_enabled():
-        return part(*inputs)
     # Not stopped early: an exception in the midst of a layer would leave its scales as they were.
-    return checkpoint(
-        part, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=computed_twice, early_stop=False
-    )
+    return reference.again(part, *inputs, draws=draws, context_fn=computed_twice, early_stop=False)
 
 
 def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
