@@ -12,7 +12,7 @@ from typing_extensions import override
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compat.torchao import Float8Product
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.block_spec import BlockSpec, Option, block_spec
+from gpt2_fp8.config.block_spec import Option, block_spec
 from gpt2_fp8.config.kept_layers import every_block, parse_kept
 from gpt2_fp8.config.schema import (
     AttentionKernel,
@@ -244,10 +244,16 @@ class Fused(Backend):
 
     @override
     def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
-        in_bf16 = parse_kept(self.keep_bf16, self.config.model.n_layer)
+        """See `Backend`. Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`."""
+        in_bf16, spec = parse_kept(self.keep_bf16, self.config.model.n_layer), block_spec(self.config.model)
         rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
-        spec = block_spec(self.config.model)
-        parts = describe_kernels(rows, spec, padded_vocabulary(vocab_size))
+        why_apart = product.why_no_product(rows, spec.mlp.width, spec.n_embd)
+        # Training's logits. Those of an evaluation are in bfloat16, and stored.
+        why_stored = product.why_logits(rows, padded_vocabulary(vocab_size), spec.n_embd)
+        parts = {
+            spec.mlp.kind: _because("outside its GEMMs, in Triton", why_apart) if why_apart else "inside its GEMMs",
+            "logits": _because("in memory", why_stored) if why_stored else "never in memory",
+        }
         if in_bf16.head:
             parts["logits"] = _KEPT
         if every_block(in_bf16):
@@ -275,22 +281,6 @@ class Fused(Backend):
         """Return what is broken on this machine, so that slower kernels do its work."""
         reason = attention.why_no_flash()
         return None if reason == NOT_INSTALLED else reason
-
-
-def describe_kernels(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
-    """Describe the kernel of each part of the fused layers but attention, by the part, and why not a faster one.
-
-    Each answer follows the function that decides: `product.fits`, `head.fit_without_logits`.
-
-    `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
-    """
-    why_apart = product.why_no_product(rows, spec.mlp.width, spec.n_embd)
-    # Training's logits. Those of an evaluation are in bfloat16, and stored.
-    why_stored = product.why_logits(rows, padded_vocab_size, spec.n_embd)
-    return {
-        spec.mlp.kind: _because("outside its GEMMs, in Triton", why_apart) if why_apart else "inside its GEMMs",
-        "logits": _because("in memory", why_stored) if why_stored else "never in memory",
-    }
 
 
 def _because(what: str, why: str | None) -> str:
