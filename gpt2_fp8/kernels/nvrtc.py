@@ -85,7 +85,7 @@ class Kernel:
 
         if (current := torch.cuda.current_device()) != self._device:
             raise RuntimeError(f"tensors are on cuda:{self._device}, and the current device is cuda:{current}")
-        if _thread.device != self._device:
+        if getattr(_thread, "device", None) != self._device:
             # torch gives a thread the device's context with its own first work there. But a launch through the driver
             # may come earlier: the first launch of a backward runs in one of autograd's threads.
             from cuda.core import Device
@@ -102,13 +102,7 @@ class Kernel:
         return LaunchConfig(grid=grid, block=self._threads, shmem_size=self._shared_bytes)
 
 
-class _Thread(threading.local):
-    """The device whose context this thread certainly has."""
-
-    device = -1
-
-
-_thread = _Thread()
+_thread = threading.local()  # its `device`: the one whose context the thread certainly has
 
 
 def source_of(name: str) -> str:
