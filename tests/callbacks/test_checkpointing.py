@@ -16,7 +16,7 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
-from tests.callbacks.tiny_run import At, run, two_ranks
+from tests.callbacks.tiny_run import At, fail_for, run, two_ranks
 
 
 def saved(folder):
@@ -68,18 +68,6 @@ def test_later_checkpoints_of_a_branch_left_behind_are_not_taken_for_newer(tmp_p
     assert saved(tmp_path) == [4, 5, 6, 8, 10]
     assert pointers.read(tmp_path / "checkpoints", "last").step == 5
     assert pointers.resolve("last", tmp_path / "checkpoints").name == "step-00000005"
-
-
-def fail_for(monkeypatch, steps):
-    """Have the disk be full whenever one of `steps` is written."""
-    write = files.write
-
-    def full(path, checkpoint):
-        if checkpoint["global_step"] in steps:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, checkpoint)
-
-    monkeypatch.setattr(files, "write", full)
 
 
 def test_the_logs_are_on_the_disk_before_a_pointer_moves(tmp_path, monkeypatch):

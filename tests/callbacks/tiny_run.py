@@ -8,6 +8,7 @@ variables make it one rank of several, the highest does.
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from torch import nn
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
-from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.files import read_manifest
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
@@ -32,6 +33,18 @@ from gpt2_fp8.train.loggers import build_files
 from gpt2_fp8.train.trainer import FolderCheckpointIO
 from tests import forkserver
 from tests.ports import free_port
+
+
+def fail_for(monkeypatch, steps):
+    """Have the disk be full whenever one of `steps` is written."""
+    write = files.write
+
+    def full(path, checkpoint):
+        if checkpoint["global_step"] in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", full)
 
 
 def two_ranks(command):

@@ -89,14 +89,7 @@ def test_03_killed_between_rename_and_pointer_there_is_an_old_or_a_new_one(tmp_p
 
 
 def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch):
-    write = files.write
-
-    def full(path, checkpoint):
-        if checkpoint["global_step"] > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, checkpoint)
-
-    monkeypatch.setattr(files, "write", full)
+    tiny_run.fail_for(monkeypatch, range(3, 7))
     with pytest.raises(RunError, match=r"the end of the run \(step 6\) could not be saved"):
         tiny_run.run(tmp_path, max_steps=6, val=100)
     assert files.read(pointers.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2

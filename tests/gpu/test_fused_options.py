@@ -15,7 +15,7 @@ from gpt2_fp8.layers import attention, reference
 from gpt2_fp8.layers.reference import angles
 from tests.gpu import common, test_graphs
 from tests.gpu.common import CONFIG, calibrated, error, gradients, hopper, prepared, step, tokens
-from tests.gpu.test_fused import against_bf16, of_ours
+from tests.gpu.test_fused import against_bf16, assert_recomputing_changes_no_bit, of_ours
 from tests.gpu.test_te_models import told_apart
 from tests.runs import assert_same_checkpoint, checkpoint, train, train_until
 
@@ -118,15 +118,7 @@ def test_kept_parts_get_the_angles():
 @pytest.mark.parametrize("config", [ALL, replace(ALL, n_head=2)], ids=["heads of 64", "heads of 128"])
 @pytest.mark.parametrize("choice", ["mlp", "full"])
 def test_recomputing_changes_no_bit(flash, choice, config):
-    ids = tokens(4)
-    (model, fp8), (other, _) = (
-        calibrated("fused", ids=ids, recompute=recompute, config=config) for recompute in ("none", choice)
-    )
-    loss, expected = gradients(model, ids, True, fp8.forward_context)
-    again, ours = gradients(other, ids, True, fp8.forward_context)
-    assert again == loss
-    common.assert_same_tensors(ours, expected)
-    common.assert_same_tensors(state.capture(model), state.capture(other))
+    assert_recomputing_changes_no_bit(choice, config)
 
 
 @pytest.mark.usefixtures("deterministic")
