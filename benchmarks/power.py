@@ -25,7 +25,7 @@ from words import Parser
 
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8.resolve import resolve
 from gpt2_fp8.measure import worker
 from gpt2_fp8.runtime import devices
@@ -47,27 +47,21 @@ class Sample(NamedTuple):
     reasons: int  # bits of `REASONS`: what keeps the clock below its most
 
 
-class Loop:
-    """A model and its optimizer, ready for steps on random tokens."""
+def rates_of(step: TrainingStep, steps: int) -> list[float]:
+    """Train some steps, each on random ids of its own. Returns the tokens a second of each."""
+    config, device = step.config, step.plan.device
+    shape = (config.global_batch_size, config.model.n_positions + 1)
+    ids = [torch.randint(vocabulary(config), shape, dtype=torch.int32, device=device) for _ in range(steps)]
+    return [tokens_a_step(config) / seconds for seconds in worker.time_steps(step, ids, device)]
 
-    def __init__(self, config: RunConfig):
-        self.config, self.plan = config, resolve(config, devices.device(config))
-        self.step = worker.build(config, self.plan, vocabulary(config))
 
-    def rates(self, steps: int) -> list[float]:
-        """Train some steps, each on random ids of its own. Returns the tokens a second of each."""
-        config, device = self.config, self.plan.device
-        shape = (config.global_batch_size, config.model.n_positions + 1)
-        ids = [torch.randint(vocabulary(config), shape, dtype=torch.int32, device=device) for _ in range(steps)]
-        return [tokens_a_step(config) / seconds for seconds in worker.time_steps(self.step, ids, device)]
-
-    def rates_for(self, seconds: float) -> list[float]:
-        """Train until the time is over. Returns the tokens a second of each step."""
-        found: list[float] = []
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            found += self.rates(CHUNK)
-        return found
+def rates_for(step: TrainingStep, seconds: float) -> list[float]:
+    """Train until the time is over. Returns the tokens a second of each step."""
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        found += rates_of(step, CHUNK)
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -76,17 +70,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long steps run while the GPU is read")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them: compilation, calibration, the clock")
     asked, words = parser.split(argv)
-    loop = Loop(parser.composed(words))
-    plan = loop.plan
-    print(f"{loop.config.model.name}: {plan.label}, {plan.ran} {plan.recipe or ''}{plan.reason or ''}")
-    loop.rates(asked.warmup)
+    config = parser.composed(words)
+    plan = resolve(config, devices.device(config))
+    step = worker.build(config, plan, vocabulary(config))
+    print(f"{config.model.name}: {plan.label}, {plan.ran} {plan.recipe or ''}{plan.reason or ''}")
+    rates_of(step, asked.warmup)
     rates: list[float] = []
     if plan.device == "cuda" and shutil.which("nvidia-smi"):
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
-        samples = sampled(lambda: rates.extend(loop.rates_for(asked.seconds)), f"GPU-{uuid}")
+        samples = sampled(lambda: rates.extend(rates_for(step, asked.seconds)), f"GPU-{uuid}")
         print(told(samples) if samples else "nvidia-smi gave no reading")
     else:
-        rates = loop.rates_for(asked.seconds)
+        rates = rates_for(step, asked.seconds)
     slowest, median, fastest = min(rates), statistics.median(rates), max(rates)
     print(f"{median:,.0f} tokens/s, the median of {len(rates)} steps (slowest {slowest:,.0f}, fastest {fastest:,.0f})")
     return 0

@@ -36,10 +36,8 @@ MEASURED = ("model=gpt2", "data=stdlib", "model.vocab_size=50257", "micro_batch_
 PACKAGES = ("torch", "transformer-engine", "torchao", "flash-attn-4")
 _VARIABLES = re.compile(r"(NVTE|CUDNN|NCCL)_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH|LAUNCH_BLOCKING)|LD_LIBRARY_PATH")
 
-RUNS = (
-    *(("delayed", "fused"), ("delayed", "te"), ("current", "te"), ("block", "te"), ("mxfp8", "te")),
-    *(("current", "torchao"), ("rowwise", "torchao")),
-)
+# in FP8: "RECIPE BACKEND"
+RUNS = ("delayed fused", "delayed te", "current te", "block te", "mxfp8 te", "current torchao", "rowwise torchao")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +248,14 @@ def ask_backends() -> dict[str, str | None]:
     from gpt2_fp8.runtime import devices
 
     found: dict[str, str | None] = {}
-    for recipe, backend in RUNS:
+    for run in RUNS:
+        recipe, backend = run.split()
         words = ["model=gpt2", "precision=fp8_hybrid", f"precision.backend={backend}", f"recipe={recipe}"]
         (config,) = compose.preflight([*words, "precision.fallback=error"])
         try:
-            found[f"{recipe} {backend}"] = resolve(config, devices.device(config)).reason
+            found[run] = resolve(config, devices.device(config)).reason
         except UserError as error:
-            found[f"{recipe} {backend}"] = error.problems[0].cause
+            found[run] = error.problems[0].cause
     return found
 
 
