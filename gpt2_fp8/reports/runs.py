@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2_fp8.config import disk
+from gpt2_fp8.config import disk, own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.train import metrics_csv
@@ -136,13 +136,17 @@ def read(tops: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def below(top: Path) -> Iterator[Path]:
-    """Yield the folders of runs in `top`, or `top` itself if it is one. Raises OSError for `top` alone."""
+    """Yield the folders of runs in `top`, or `top` itself if it is one. Raises OSError for `top` alone.
+
+    A run's folder may be a sweep's too, of the same name, with jobs below it.
+    """
     os.listdir(top)
     for place, folders, files in os.walk(top):
         path = Path(place)
         if {SUMMARY, METRICS} & set(files) or (HYDRA in folders and path != top):
             yield path
-            folders.clear()
+            if own_words.PLAN not in files:
+                folders.clear()
         folders.sort(key=lambda name: (not name.isdecimal(), len(name) if name.isdecimal() else 0, name))
 
 

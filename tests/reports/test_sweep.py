@@ -12,7 +12,7 @@ from gpt2_fp8.reports.sweep import Job
 
 
 def leave(folder, *words, status="completed", **values):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     found = {"status": status, "message": "", "overrides": list(words), "steps": 12} | values
     (folder / "summary.json").write_text(json.dumps(found))
 
@@ -63,6 +63,13 @@ def test_a_job_without_a_summary_has_hydras_words_and_is_no_success(tmp_path):
     first, second = sweep.read(tmp_path)
     assert (first.words, first.status) == (("seed=1", "run_name='a b'"), "unfinished")
     assert (second.words, second.status) == ((), "unfinished")
+
+
+def test_a_sweep_in_the_folder_of_a_run_has_its_jobs_and_the_run(tmp_path):
+    leave(tmp_path, "seed=1", last_val_loss=3.0)
+    leave(tmp_path / "0", "seed=2", last_val_loss=2.0)
+    own_words.write_plan(tmp_path, [["seed=2"]])
+    assert [(job.folder, job.status) for job in sweep.read(tmp_path)] == [("0", "completed"), (".", "completed")]
 
 
 @pytest.mark.parametrize(
