@@ -72,7 +72,7 @@ def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[s
         value: Any = value_of(config, key)
         is_time = key == "trainer.max_time"
         words.append(f"{key}={run_length.as_time(2 * (run_length.seconds(value) or 0)) if is_time else 2 * value}")
-    if ended_by not in (None, *run_length.EARLY) and 0 < optim.min_lr_ratio < 1:
+    if {ended_by, *reached} - {None, *run_length.EARLY} and 0 < optim.min_lr_ratio < 1:
         rates = ["optim.lr", "optim.embedding_lr", "optim.scalar_lr", "optimizer.matrix_lr"]
         peaks: dict[str, Any] = {key: value_of(config, key) for key in rates}
         words += [f"{key}={peak * optim.min_lr_ratio:.6g}" for key, peak in peaks.items() if peak is not None]

@@ -157,12 +157,12 @@ class Training:
 
     def _find_end(self, trainer: pl.Trainer) -> str | None:
         """Return the key of the limit that has ended the run; None if something else did."""
+        stop = trainer.early_stopping_callback
+        if isinstance(stop, EarlyStop) and stop.reached:  # it would end a longer run too
+            return run_length.PATIENCE
         if trainer.global_step >= run_length.last_step(self.config):
             return self._limit
-        if self.time_limit.reached:
-            return "trainer.max_time"
-        stop = trainer.early_stopping_callback
-        return run_length.PATIENCE if isinstance(stop, EarlyStop) and stop.reached else None
+        return "trainer.max_time" if self.time_limit.reached else None
 
     def _build(self, stop: GracefulStop) -> Parts:
         """Build the parts of a run that continues from `checkpoint`, if there is one.

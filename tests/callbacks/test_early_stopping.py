@@ -44,6 +44,8 @@ def test_a_run_ends_and_says_why_and_goes_on_with_more_patience(tmp_path, monkey
     assert (summary(folder)["steps"], summary(folder)["ended_by"]) == (8, PATIENCE)
     train(tmp_path / "whole", *WORDS, f"{PATIENCE}=3")
     assert steps[:8] == steps[8:]
+    train(tmp_path / "both", *WORDS, "trainer.max_steps=6")
+    assert summary(tmp_path / "both")["ended_by"] == PATIENCE, "more steps alone would end at once"
     own, whole = state(folder, 8), state(tmp_path / "whole", 8)
     assert [own[name] for name in COUNTED] == [whole[name] for name in COUNTED]
 

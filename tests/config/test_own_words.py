@@ -8,7 +8,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.own_words import RUN, Typed, continue_command, twice_as_long
-from gpt2_fp8.config.run_length import limits
+from gpt2_fp8.config.run_length import PATIENCE, limits
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,7 @@ KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
     [
         ("", "trainer.max_steps", 300, ["trainer.max_steps=600", *KEPT]),
         ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
+        ("callbacks.early_stopping_patience=2", PATIENCE, 300, ["trainer.max_steps=600", f"{PATIENCE}=4", *KEPT]),
         ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6", *KEPT]),
         ("optimizer=muon optimizer.matrix_lr=0.02 optim.schedule=warmup_stable_decay optim.decay_steps=30",
          "trainer.max_steps", 300,
