@@ -17,7 +17,7 @@ from typing_extensions import override
 from gpt2_fp8.compat import lightning_private
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.fp8 import convert, state
 from gpt2_fp8.fp8.base import Device
 from gpt2_fp8.fp8.convert import Conversion, Recipe
@@ -70,7 +70,7 @@ class FP8Precision(MixedPrecision):
         super().__init__("bf16-mixed", device)
         kept = [keep_bf16] if isinstance(keep_bf16, str) else [*keep_bf16]
         settings = {"name": precision, "backend": backend, "keep_bf16": kept, "fallback": fallback}
-        config = _build(FP8PrecisionConfig, settings | _OF_RUNS)
+        config = _build(FP8PrecisionConfig, settings | _OF_RUNS, "precision")
         found = convert.resolve(config, _recipe(recipe), device)
         self.ran: str = precision
         self.converted: list[str] = []
@@ -218,13 +218,14 @@ def _recipe(recipe: str | Recipe) -> Recipe | None:
     if recipe == "delayed":
         return DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
     if not isinstance(recipe, Recipe):
-        return None if recipe == "auto" else _build(StatelessRecipe, {"name": recipe})
+        return None if recipe == "auto" else _build(Recipe, {"name": recipe}, "recipe")
     return recipe
 
 
-def _build(kind: type[Any], values: dict[str, Any]) -> Any:
-    """Return the checked settings. Raises UserError with every problem."""
-    made, found = parsing.build(kind, values)
+def _build(kind: Any, values: dict[str, Any], argument: str) -> Any:
+    """Return the checked settings, whose `name` is the `argument`. Raises UserError with every problem."""
+    made, found = parsing.build(kind, values, argument)
     if made is None:
-        raise UserError([Problem(problem.cause) for problem in found])
+        texts = ([text.replace(f"{argument}.name", argument) for text in problem[:2]] for problem in found)
+        raise UserError(Problem(*(text.replace(f"{argument}.", "") for text in both)) for both in texts)
     return made

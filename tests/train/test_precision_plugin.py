@@ -205,11 +205,12 @@ def test_without_fp8_units_bf16_trains_or_an_error_says_why(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"recipe": "dleayed"}, "dleayed"),
+        ({"recipe": "dleayed"}, r"^error: recipe=dleayed: .*\n  fix: did you mean recipe=delayed\?"),
         ({"precision": "fp8_e5m2"}, "e5m2"),
+        ({"precision": "bf16"}, "^error: precision=bf16: must be fp8_hybrid"),
         ({"backend": "fused"}, "backend=fused"),
         ({"backend": "torchao", "recipe": "delayed"}, "recipe=delayed"),
-        ({"recipe": 3}, "name=3"),
+        ({"recipe": 3}, "recipe=3"),
         ({"device": "gpu"}, "device='gpu'"),
     ],
 )
