@@ -45,7 +45,7 @@ class Ranking(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Encode the endings. Raises UserError for those that cannot be scored."""
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-        self._rows = encode(tokenizer, self._items, pl_module.config.model.n_positions)
+        self._rows = encode(tokenizer, self._items, pl_module.config.model.n_positions, "callbacks.ranking")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank them, if it is time, and log how many are right. Collective."""
@@ -103,13 +103,13 @@ def encode_pair(tokenizer: Tokenizer, context: str, ending: str) -> Row:
     return Row(whole, len(whole) - len(tokenizer.encode_ordinary(context)))
 
 
-def encode(tokenizer: Tokenizer, items: list[Item], n_positions: int) -> list[Row]:
+def encode(tokenizer: Tokenizer, items: list[Item], n_positions: int, key: str = "ranking") -> list[Row]:
     """Encode the endings of each item. Of a text longer than `n_positions`, the last tokens count.
 
-    Raises UserError for endings without a token, or with more than `n_positions`.
+    Raises UserError for endings without a token, or with more than `n_positions`. `key` names their file.
     """
     encoded = [[encode_pair(tokenizer, item.context, ending) for ending in item.endings] for item in items]
-    if problems := list(_unscorable(items, encoded, n_positions)):
+    if problems := list(_unscorable(items, encoded, n_positions, key)):
         raise UserError(problems)
     return [Row(row.ids[-(n_positions + 1) :], row.scored) for of_item in encoded for row in of_item]
 
@@ -169,10 +169,10 @@ def _of_batch(logits_of: Callable[[Tensor], Tensor], batch: list[Row]) -> list[f
     return [float(value) for value in torch.stack(sums).tolist()]
 
 
-def _unscorable(items: list[Item], encoded: list[list[Row]], n_positions: int) -> Iterator[Problem]:
+def _unscorable(items: list[Item], encoded: list[list[Row]], n_positions: int, key: str) -> Iterator[Problem]:
     for number, (item, rows) in enumerate(zip(items, encoded, strict=True), 1):
         for ending, row in zip(item.endings, rows, strict=True):
-            named = f"ranking, item {number}, ending {show(ending)}"
+            named = f"{key}, item {number}, ending {show(ending)}"
             if row.scored < 1:
                 yield Problem(f"{named} has no token of its own", "leave the item out")
             elif row.scored > n_positions:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gpt2_fp8 import evaluate
-from gpt2_fp8.config.errors import Diverged
+from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.config.programs import Item, read_ranking
 from gpt2_fp8.data.tokenizer import load_file, load_tokenizer
 from gpt2_fp8.train import trained
@@ -172,6 +172,12 @@ def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         log_likelihoods(logits_of, endings, rows=4, least=4)
     assert sizes[4:] == [(4, 16)]
+
+
+def test_a_run_names_its_own_key_of_endings_that_cannot_be_scored(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"ctx": "a", "endings": ["b" * 40, "c"], "label": 0}))
+    with pytest.raises(UserError, match=r"^error: callbacks\.ranking, item 1, ending bbb"):
+        train(tmp_path / "run", f"callbacks.ranking={tmp_path / 'long.jsonl'}")
 
 
 def test_pairs_are_encoded_as_lm_eval_does() -> None:
