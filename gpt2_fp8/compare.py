@@ -24,11 +24,12 @@ _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outp
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
-    tops = [Path(name.strip()) for word in asked.words for name in _names(word) if name.strip()]
+    out = asked.out and asked.out.expanduser()
+    tops = [Path(name.strip()).expanduser() for word in asked.words for name in _names(word) if name.strip()]
     problems = [] if tops else [Problem("no folder of runs is given", _EXAMPLE)]
     problems += [Problem(f"{top} is no folder (looked in {Path.cwd()})", _EXAMPLE) for top in tops if not top.is_dir()]
-    if asked.out and asked.out.exists() and not asked.out.is_dir():
-        problems.append(Problem(f"--out {asked.out} is a file", "name a folder, which may be new"))
+    if out and out.exists() and not out.is_dir():
+        problems.append(Problem(f"--out {out} is a file", "name a folder, which may be new"))
     if asked.price is not None and not 0 < asked.price < math.inf:
         problems.append(Problem(f"--price {asked.price} is no price"))
     if problems:
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
     compared = comparison.compare(each, base, asked.price)
     figures = comparison.figures(compared, left_out)
     new = Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder = asked.out or (tops[0] if len(tops) == 1 else new)
+    folder = out or (tops[0] if len(tops) == 1 else new)
     shown = render.write(folder, compared, figures, 100 if sys.stdout.isatty() else None)
     written = ", ".join(name for name in render.FILES if (folder / name).exists())
     print(json.dumps(figures, indent=2) if asked.json else f"{shown}\n{folder}: {written}")

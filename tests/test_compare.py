@@ -64,6 +64,12 @@ def test_the_files_and_what_is_printed(tmp_path, capsys):
     assert json.loads(told(capsys, tmp_path, "--json", code=0))["throughput"][1]["times_base"] == 2.0
 
 
+def test_a_home_that_the_shell_leaves(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(pair(tmp_path)))
+    told(capsys, "runs=[~/b,~/f]", "--out=~/cmp", code=0)
+    assert (tmp_path / "cmp/compare.md").is_file()
+
+
 def test_best_first_and_on_a_terminal_within_100_columns(tmp_path, monkeypatch, capsys):
     for place, loss in enumerate((4.2, 4.1, 4.3)):
         changed = {"optim__lr": place, "model__name": f"a name of many words {'x' * 60} {place}"}
