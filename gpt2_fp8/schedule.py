@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    configs = compose.preflight(words)
+    configs = compose.preflight(words, compose.Purpose(restarted=True))  # also where a run has been
     from gpt2_fp8.train.setup import resolve_length  # after what was typed is known to be right: it loads torch
 
     runs = [resolve_length(config, own_words.keys(words)).config for config in configs]

@@ -30,9 +30,9 @@ def rows(text):
 def test_rates_are_those_that_training_logs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["trainer.max_steps=20", "optim.warmup_steps=5", "trainer.log_every_n_steps=1", "optim.schedule=linear"]
-    train(tmp_path / "run", *words)
+    train(tmp_path / "outputs/r", *words)
     capsys.readouterr()
-    with (tmp_path / "run" / "metrics.csv").open() as file:
+    with (tmp_path / "outputs/r/metrics.csv").open() as file:
         logged = {int(row["step"]): float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
     found = rows(said(capsys, *SMALL, "run_name=r", *words))
     assert {1, 2, 6, 10, 20} <= found.keys() <= logged.keys()
