@@ -226,6 +226,9 @@ def _build(kind: Any, values: dict[str, Any], argument: str) -> Any:
     """Return the checked settings, whose `name` is the `argument`. Raises UserError with every problem."""
     made, found = parsing.build(kind, values, argument)
     if made is None:
-        texts = ([text.replace(f"{argument}.name", argument) for text in problem[:2]] for problem in found)
-        raise UserError(Problem(*(text.replace(f"{argument}.", "") for text in both)) for both in texts)
+
+        def shown(text: str) -> str:
+            return text.replace(f"{argument}.name", argument).replace(f"{argument}.", "")
+
+        raise UserError(Problem(shown(problem.cause), shown(problem.remedy)) for problem in found)
     return made
