@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
         problems.append(Problem(f"--price {asked.price} is no price"))
     if problems:
         raise UserError(problems)
+    from gpt2_fp8.checkpoint import durable
     from gpt2_fp8.reports import comparison, render, runs  # with numpy
 
     found, left_out = runs.read(tops)
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
     folder = out or (tops[0] if len(tops) == 1 else new)
     shown = render.write(folder, compared, figures, 100 if sys.stdout.isatty() else None)
     written = ", ".join(name for name in render.FILES if (folder / name).exists())
-    print(json.dumps(figures, indent=2) if asked.json else f"{shown}\n{folder}: {written}")
+    print(json.dumps(durable.replace_nonfinite(figures), indent=2) if asked.json else f"{shown}\n{folder}: {written}")
 
 
 def _names(word: str) -> list[str]:

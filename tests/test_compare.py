@@ -70,6 +70,13 @@ def test_a_home_that_the_shell_leaves(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "cmp/compare.md").is_file()
 
 
+def test_json_has_null_for_what_is_no_number(tmp_path, capsys):
+    for name in ("bf16", "fp8_hybrid"):
+        run(tmp_path / name, rows(lambda step: float("nan")), settings(name), status="diverged")
+    found = json.loads(told(capsys, tmp_path, "--json", code=0), parse_constant=pytest.fail)
+    assert [row["mean"] for row in found["losses"]] == [None, None]
+
+
 def test_best_first_and_on_a_terminal_within_100_columns(tmp_path, monkeypatch, capsys):
     for place, loss in enumerate((4.2, 4.1, 4.3)):
         changed = {"optim__lr": place, "model__name": f"a name of many words {'x' * 60} {place}"}
