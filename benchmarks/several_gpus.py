@@ -93,6 +93,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--also", action="append", default=[], metavar="WORD", help="the run of all once more with it")
     asked, words = parser.split(argv)
+    if asked.folder.exists():
+        parser.error(f"{asked.folder} is there already")
     n, batch = len(asked.gpus), parser.composed(words).global_batch_size
     runs = [Run.start(asked.folder / f"alone-{gpu}", [gpu], asked.steps, ["trainer=gpu", *words]) for gpu in asked.gpus]
     slowest = min(statistics.median(run.rates()) for run in runs)
