@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.keys import value_of
+from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
-from gpt2_fp8.config.schema import FP8PrecisionConfig, PlainPrecisionConfig, RegisteredOptimizer, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RegisteredOptimizer, RunConfig
 from gpt2_fp8.config.shown import format_count
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.runtime import collectives, rng
+from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import trained
 from gpt2_fp8.train.strategies import own_part
 
@@ -65,6 +65,7 @@ def take_state(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingSt
     trained.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     step.load_state_dict(own)
     changes = [*_keep_own_settings(path, checkpoint, step), *_changed_precision(checkpoint, step)]
+    changes += _changed_settings(checkpoint, config)
     if ("average" in own) != step.average.exists:
         done, begins = checkpoint["global_step"], step.average.exists
         when = f"begins after step {max(done, config.optim.ema_start_step)}" if begins else f"ends with step {done}"
@@ -110,11 +111,18 @@ def _changed_precision(checkpoint: Mapping[str, Any], step: TrainingStep) -> Ite
     now = "bf16" if plan.evaluates_in_bf16 else "fp8"
     if plan.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8") and before != now:
         yield f"validations are in {now} from here on, and were in {before}: precision.evaluation={before} goes on so"
-    reduced = value_of(checkpoint, f"{trained.KEY}.precision.reduce") or PlainPrecisionConfig.reduce
-    if collectives.is_distributed() and reduced != (now := step.config.precision.reduce):
-        yield f"ranks reduce in {now} from here on, and did in {reduced}: precision.reduce={reduced} goes on so"
     if in_bf16 and plan.fp8 and steps_in_fp8(step.config) > done:
         yield f"the last {format_count(in_bf16, 'step')} were computed in bf16, and the next are in FP8 again"
+
+
+def _changed_settings(checkpoint: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """Name settings of what steps compute that are not as before `checkpoint`: a word may have been left out."""
+    before, now = checkpoint.get(trained.KEY, {}), asdict(config)
+    keys = ["document_mask", "model.dropout", "precision.reduce"]
+    keys += [f"{group}.{name}" for group in ("penalty", "optim", "optimizer") for name in now[group]]
+    pairs = [(key, value_of(before, key), value_of(now, key)) for key in keys]  # None: it had none, or not the key
+    if changed := [f"{key}={show(new)} ({show(old)} before)" for key, old, new in pairs if old not in (None, new)]:
+        yield f"from step {checkpoint['global_step'] + 1} on {', '.join(changed)}"
 
 
 def _check_moments(path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> None:

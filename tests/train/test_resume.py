@@ -89,3 +89,22 @@ def test_validation_has_the_mask_and_a_checkpoint_may_go_on_without_it(tmp_path)
     assert masked["train_loss"][1] != whole["train_loss"][1]
     train(tmp_path / "masked", "ckpt_path=last", "document_mask=false", base=words)
     assert summary(tmp_path / "masked")["status"] == "completed"
+
+
+def test_what_steps_compute_otherwise_than_before_is_said(tmp_path, caplog):
+    """A typed word, and one that was left out. A run that goes on as it was says nothing."""
+    base = [*SMALL, "precision=fp32", "optim.schedule=constant", "optim.min_lr_ratio=1"]
+    train_until(3, tmp_path / "run", "model.dropout=0.1", base=base)
+
+    def said(*words):
+        caplog.clear()
+        train_until(int(words[0]), tmp_path / "run", *words[1:], "ckpt_path=last", base=base)
+        return [record.getMessage() for record in caplog.records if " before)" in record.getMessage()]
+
+    assert said("5", "model.dropout=0.1") == []
+    told = [
+        "model.dropout=0.0 (0.1 before)",
+        "penalty.z_loss=0.0001 (0.0 before)",
+        "optim.weight_decay=0.2 (0.1 before)",
+    ]
+    assert said("7", "penalty.z_loss=1e-4", "optim.weight_decay=0.2") == [f"from step 6 on {', '.join(told)}"]
