@@ -97,7 +97,11 @@ def main(argv: list[str]) -> int:
         parser.error(f"{asked.folder} is there already")
     n, batch = len(asked.gpus), parser.composed(words).global_batch_size
     runs = [Run.start(asked.folder / f"alone-{gpu}", [gpu], asked.steps, ["trainer=gpu", *words]) for gpu in asked.gpus]
-    slowest = min(statistics.median(run.rates()) for run in runs)
+    try:
+        slowest = min(statistics.median(run.rates()) for run in runs)
+    finally:
+        for run in runs:  # where one has failed
+            run.process.kill()
     print(f"slowest of {n} GPUs alone: {slowest:,.0f} tokens/s", flush=True)
     for word in ("", *asked.also):
         own = ["trainer=ddp", *words, f"trainer.devices={n}", f"global_batch_size={n * batch}", *filter(None, [word])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -24,8 +25,8 @@ _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outp
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
-    out = asked.out and asked.out.expanduser()
-    tops = [Path(name.strip()).expanduser() for word in asked.words for name in _names(word) if name.strip()]
+    out = asked.out and Path(os.path.expanduser(asked.out))
+    tops = [Path(os.path.expanduser(name.strip())) for word in asked.words for name in _names(word) if name.strip()]
     problems = [] if tops else [Problem("no folder of runs is given", _EXAMPLE)]
     problems += [Problem(f"{top} is no folder (looked in {Path.cwd()})", _EXAMPLE) for top in tops if not top.is_dir()]
     if out and out.exists() and not out.is_dir():

@@ -76,11 +76,14 @@ def finish(process, timeout=90):
                 return process.returncode, output
             time.sleep(0.1)
         raise AssertionError(f"a process is left behind:\n{output}")
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        output = late.output
         for each in descendants(process.pid):  # an agent's ranks are in sessions of their own
             with contextlib.suppress(OSError):
                 os.kill(each, signal.SIGKILL)
-        raise AssertionError(f"not at its end after {timeout} s:\n{process.communicate()[0]}") from None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that nobody adopted has the other end
+            output = process.communicate(timeout=5)[0]
+        raise AssertionError(f"not at its end after {timeout} s:\n{output}") from None
     finally:
         if group_is_alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)

@@ -167,6 +167,8 @@ class Attempts:
         self.computing_again = True
         try:
             return self.in_bf16(attempt.ids)
+        except SharedRefusal:
+            raise
         except BaseException:
             self._gradients.discard()
             raise

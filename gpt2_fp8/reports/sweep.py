@@ -57,7 +57,7 @@ class Job:
 
 def read(folder: Path) -> list[Job]:
     """Return the jobs in a sweep's folder, best first, and those that its plan still lacks. Raises OSError."""
-    jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder)]
+    jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder) if path != folder]
     ran = {frozenset(job.words) for job in jobs}
     planned = None
     with suppress(OSError, ValueError):

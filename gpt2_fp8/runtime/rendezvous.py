@@ -139,7 +139,6 @@ class Meeting:
     def explain(self, error: BaseException) -> BaseException:
         """Return the error that counts, RankLost for a torn connection; otherwise tell the other ranks of `error`."""
         if _is_connection(error):
-            self.ending()
             error = self.apart = self._torn(error)
         elif not isinstance(error, (RankLost, *_AGREED)):
             self.tell(error)
@@ -201,15 +200,16 @@ class Meeting:
         return self._lost
 
     def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
-        with suppress(RuntimeError):  # the store is gone: so are all connections
-            error: RunError | None
+        error: RunError | None = None
+        with suppress(RuntimeError):  # the store is gone, of which the main thread hears too
             while (error := self._failure(store)) is None and not self._ending.wait(_WATCH_SECONDS):
                 pass
-            if self._ending.wait(GRACE_SECONDS):
-                if (error := self.apart) is None:
-                    return
-                time.sleep(2 * GRACE_SECONDS + (END_SECONDS if self.ranks.rank else 0.0))
-            assert error is not None
+        if self._ending.wait(GRACE_SECONDS if error else None):
+            if (error := self.apart) is None:
+                return
+            time.sleep(2 * GRACE_SECONDS + (END_SECONDS if self.ranks.rank else 0.0))
+        assert error is not None
+        with suppress(RuntimeError):
             if not self.ranks.rank and not store.check(["said"]):
                 writer = threading.Thread(target=on_lost, args=(error,), daemon=True)
                 writer.start()
@@ -217,7 +217,7 @@ class Meeting:
                 programs.say(str(error))
                 store.set("said", str(error))
                 time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: the store may end with this process
-            os._exit(error.exit_code)
+        os._exit(error.exit_code)
 
 
 def join(place: Ranks) -> Meeting:

@@ -18,13 +18,13 @@ WORDS = ["data=stdlib", "data.tokenizer=bytes", "model.vocab_size=50304"]
 
 
 @pytest.mark.parametrize(
-    ("model", "sequences", "share"), [("gpt2", 64, 0.94), ("gpt2", 16, 0.85), ("gpt2_xl", 16, 0.90)]
+    ("model", "sequences", "share"), [("gpt2", 64, 0.93), ("gpt2", 16, 0.85), ("gpt2_xl", 16, 0.90)]
 )
 def test_gpus_keep_their_speed_together(tmp_path, model, sequences, share):
-    """With `sequences` a step on each. docs/several-gpus.md has 91 to 98 % of them in quiet hours; clocks differ."""
+    """With `sequences` a step on each. docs/several-gpus.md has 95 to 98, 88 to 89, and 91 to 92 %."""
     batch = [f"micro_batch_size={sequences}", f"global_batch_size={sequences}"]
     command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), "--gpus", *map(str, range(GPUS)), "--"]
-    done = subprocess.run([*command, f"model={model}", *WORDS, *batch], text=True, capture_output=True)
+    done = subprocess.run([*command, f"model={model}", *WORDS, *batch], text=True, capture_output=True, timeout=400)
     found = re.search(r"^together: .*, (\S+)%; first row", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr
     print(done.stdout)

@@ -65,11 +65,11 @@ def test_a_job_without_a_summary_has_hydras_words_and_is_no_success(tmp_path):
     assert (second.words, second.status) == ((), "unfinished")
 
 
-def test_a_sweep_in_the_folder_of_a_run_has_its_jobs_and_the_run(tmp_path):
+def test_a_sweep_in_the_folder_of_a_run_has_its_jobs_alone(tmp_path):
     leave(tmp_path, "seed=1", last_val_loss=3.0)
     leave(tmp_path / "0", "seed=2", last_val_loss=2.0)
-    own_words.write_plan(tmp_path, [["seed=2"]])
-    assert [(job.folder, job.status) for job in sweep.read(tmp_path)] == [("0", "completed"), (".", "completed")]
+    own_words.write_plan(tmp_path, [["seed=2"], ["seed=1"]])
+    assert [(job.folder, job.status) for job in sweep.read(tmp_path)] == [("0", "completed"), ("", "not run")]
 
 
 @pytest.mark.parametrize(

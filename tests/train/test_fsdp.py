@@ -210,6 +210,7 @@ APART = """
 from contextlib import contextmanager
 import threading
 import torch
+from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.engine.sharded import Sharded
 from gpt2_fp8.runtime import rendezvous
 from gpt2_fp8.train.fit import Training
@@ -226,7 +227,7 @@ def failing(self, last):
         Path("failed").touch()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-def in_the_summary(self):
+def waiting(self, *_):
     if threading.current_thread() is threading.main_thread():
         time.sleep(600)
     fill(self)
@@ -239,10 +240,14 @@ Sharded.part = failing
 if rank == "0":
     {waits}
 """
-WAITS = ["Training.fill_summary = in_the_summary", "sys.exit = at_pythons_end"]
+WAITS = [
+    "Training.fill_summary = waiting",
+    "sys.exit, rendezvous.Meeting.watch = at_pythons_end, lambda *_: None",
+    "Attempts._discard, rendezvous.Meeting.watch = waiting, lambda *_: None",
+]
 
 
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize("waits", WAITS, ids=["summary", "end", "discard"])
 def test_out_of_memory_on_one_rank_is_said_once_and_ends_one_whose_gpu_waits(tmp_path, waits):
     output = run(tmp_path, *DIVIDED, *FEW, "run_name=run", patch=APART.replace("{waits}", waits), timeout=150, code=2)
     assert time.time() - (tmp_path / "failed").stat().st_mtime < 20

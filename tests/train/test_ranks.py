@@ -6,6 +6,9 @@ import re
 import signal
 import time
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import torch
 from gpt2_fp8.config.errors import Problem, SharedRefusal
 from gpt2_fp8.runtime import rendezvous
 from gpt2_fp8.runtime.ranks import Ranks
-from gpt2_fp8.runtime.rendezvous import Meeting
+from gpt2_fp8.runtime.rendezvous import Meeting, RankLost
 from gpt2_fp8.train.module import GPT2Module
 from tests.ports import free_port
 from tests.ranks import BATCH, TWO, WORDS, by_hand, fault, finish, program, run, srun, start, tasks, torchrun
@@ -328,6 +331,19 @@ def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
     )
     run(tmp_path, *TWO, "run_name=run", patch=patch, code=1)
     assert "rank 1 failed: RuntimeError: the roof fell in" in summary(tmp_path / "outputs/run")["message"]
+
+
+def test_a_rank_that_fails_alone_ends_though_its_store_is_gone(monkeypatch):
+    """As with the agent of another node. In a torn connection the thread watches until the rank knows its error."""
+    met, exits = object.__new__(Meeting), []
+    met.ranks, met._ending, met.apart, met._lost = Ranks(rank=0, world_size=2), Event(), None, None
+    monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(met, "_torn", lambda error: RankLost(f"{error}, {met._ending.is_set()}"))
+    assert str(met.explain(torch.distributed.DistNetworkError("torn"))).startswith("torn, False")
+    gone = SimpleNamespace(check=Mock(side_effect=torch.distributed.DistNetworkError("gone")))
+    met._watch(gone, lambda error: None)
+    assert exits == [RankLost.exit_code]
 
 
 def test_what_all_ranks_refuse_is_said_by_another_where_rank_zero_hangs(monkeypatch, capsys):
