@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import re
 import signal
@@ -45,7 +44,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from words import Parser
+from words import Parser, environment
 
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.run_length import last_step
@@ -54,7 +53,6 @@ from gpt2_fp8.config.shown import quote
 from gpt2_fp8.reports.comparison import Difference, paired_difference, welch
 from gpt2_fp8.train import metrics_csv
 
-HERE = Path(__file__).resolve().parent  # `stop_at` is there, a plug-in of the runs
 START = "start"  # the name of the runs that others begin from
 PARTS = 10  # of a run, each of which ends with a checkpoint, unless the words say how often there is one
 
@@ -194,13 +192,9 @@ class Queue:
             self._free.put(gpu)
 
     def _process(self, job: Job, gpu: str | None) -> int:
-        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / "output.txt").open("ab") as output:
-            process = subprocess.Popen(job.command(), stdout=output, stderr=output, env=environment)
+            process = subprocess.Popen(job.command(), stdout=output, stderr=output, env=environment(gpu))
         self._running.add(process)
         code = process.wait()
         self._running.discard(process)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from words import Parser
+from words import Parser, environment
 
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import quote
@@ -63,11 +63,9 @@ class Run:
         """Start a run in a new folder."""
         folder.mkdir(parents=True)
         own = f"+tags.leave={steps}", f"trainer.max_steps={2 * steps}", f"hydra.run.dir={quote(str(folder))}"
-        paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": os.pathsep.join(paths)}
         with (folder / "output.txt").open("wb") as output:
             command = [sys.executable, "-m", "gpt2_fp8.run", *ALL, *words, *own]
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | environment)
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment(",".join(gpus)))
         return cls(folder, process, time.monotonic())
 
     def rates(self) -> list[float]:

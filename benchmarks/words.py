@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
+
+
+def environment(gpus: str | None = None) -> dict[str, str]:
+    """Return the variables of a run that a script starts: plug-ins are beside it. `gpus`: CUDA_VISIBLE_DEVICES."""
+    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | seen
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -25,12 +24,11 @@ _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outp
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
-    out = asked.out and Path(os.path.expanduser(asked.out))
-    tops = [Path(os.path.expanduser(name.strip())) for word in asked.words for name in _names(word) if name.strip()]
+    tops = [programs.path(name.strip()) for word in asked.words for name in _names(word) if name.strip()]
     problems = [] if tops else [Problem("no folder of runs is given", _EXAMPLE)]
     problems += [Problem(f"{top} is no folder (looked in {Path.cwd()})", _EXAMPLE) for top in tops if not top.is_dir()]
-    if out and out.exists() and not out.is_dir():
-        problems.append(Problem(f"--out {out} is a file", "name a folder, which may be new"))
+    if asked.out and asked.out.exists() and not asked.out.is_dir():
+        problems.append(Problem(f"--out {asked.out} is a file", "name a folder, which may be new"))
     if asked.price is not None and not 0 < asked.price < math.inf:
         problems.append(Problem(f"--price {asked.price} is no price"))
     if problems:
@@ -47,7 +45,7 @@ def main(argv: list[str]) -> None:
     compared = comparison.compare(each, base, asked.price)
     figures = comparison.figures(compared, left_out)
     new = Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder = out or (tops[0] if len(tops) == 1 else new)
+    folder = asked.out or (tops[0] if len(tops) == 1 else new)
     shown = render.write(folder, compared, figures, 100 if sys.stdout.isatty() else None)
     written = ", ".join(name for name in render.FILES if (folder / name).exists())
     print(json.dumps(durable.replace_nonfinite(figures), indent=2) if asked.json else f"{shown}\n{folder}: {written}")
@@ -66,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="FOLDER", help="folders of sweeps or runs, or runs=[A,B]")
     parser.add_argument("--base", metavar="NAME", help="the condition that others are compared with (default: bf16)")
     parser.add_argument("--price", type=float, metavar="PRICE", help="of a GPU for an hour, for the cost of equal loss")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where files go (default: the sweep's own folder)")
+    parser.add_argument(
+        "--out", type=programs.path, metavar="FOLDER", help="where files go (default: the sweep's own folder)"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     return parser
 

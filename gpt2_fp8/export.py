@@ -25,7 +25,7 @@ _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/chec
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
-    source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
+    source, folder = asked.source, asked.folder.resolve()
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
     from gpt2_fp8.train.huggingface import export  # after the paths, since it loads torch
@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         "Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
         epilog="The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER.",
     )
-    parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
-    parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
+    parser.add_argument("source", type=programs.path, help="a run's folder (its last checkpoint), or a checkpoint's")
+    parser.add_argument("folder", type=programs.path, help="the folder to write; it is not there yet, or empty")
     parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer, if its file is gone")
     parser.add_argument("--weights", choices=get_args(Averaged), default="auto", help=AVERAGED)
     parser.add_argument("--license", metavar="ID", help="for the model card, such as apache-2.0; none if left out")

@@ -27,7 +27,7 @@ from gpt2_fp8.runtime import programs
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked = _parser().parse_args(argv)
-    source, folder = (path.expanduser().absolute() for path in (asked.source, asked.folder))
+    source, folder = asked.source.absolute(), asked.folder.absolute()
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
     config = _config(source, asked.words)
@@ -75,8 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         "Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
         epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md).",
     )
-    parser.add_argument("source", type=Path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM")
-    parser.add_argument("folder", type=Path, help="the checkpoint to write; it is not there yet")
+    parser.add_argument(
+        "source", type=programs.path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM"
+    )
+    parser.add_argument("folder", type=programs.path, help="the checkpoint to write; it is not there yet")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="as in a run, such as data.tokenizer=gpt2")
     return parser
 

@@ -27,7 +27,6 @@ DEFAULT = Path("outputs/schedule.png")
 def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     own, words = _parser().parse_known_args(argv)
-    picture = own.picture.expanduser()
     configs = compose.preflight(words, compose.Purpose(restarted=True))  # also where a run has been
     from gpt2_fp8.train.setup import resolve_length  # after what was typed is known to be right: it loads torch
 
@@ -35,9 +34,9 @@ def main(argv: list[str]) -> None:
     for config in runs:
         print(harmless("\n".join(lines(config))), end="\n\n")
     try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        plot(runs, picture)
-        print(line(f"picture: {picture}"))
+        own.picture.parent.mkdir(parents=True, exist_ok=True)
+        plot(runs, own.picture)
+        print(line(f"picture: {own.picture}"))
     except ImportError:
         print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
 
@@ -115,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--picture FILE] [words of a run]",
         allow_abbrev=False,
     )
-    parser.add_argument("--picture", type=Path, default=DEFAULT, metavar="FILE", help=f"a PNG; {DEFAULT} if left out")
+    parser.add_argument(
+        "--picture", type=programs.path, default=DEFAULT, metavar="FILE", help=f"a PNG; {DEFAULT} if left out"
+    )
     return parser
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
@@ -32,7 +31,9 @@ def main(argv: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     shown = "Shows the jobs of a sweep, best first, and writes sweep.csv and sweep.md."
     parser = programs.parser("table", shown)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")
+    parser.add_argument(
+        "folders", type=programs.path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME"
+    )
     return parser
 
 

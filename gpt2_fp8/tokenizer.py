@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     """Run the command line `argv` (without the program's name)."""
     asked, words = _parser().parse_known_args(argv)
     anywhere = compose.Purpose(restarted=True)  # also where a run has been: nothing is written there
-    configs, folder = compose.preflight(words, anywhere), asked.out.expanduser()
+    configs, folder = compose.preflight(words, anywhere), asked.out
     if problems := list(_problems(configs, folder, asked.vocab_size)):
         raise UserError(problems)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s train --out FOLDER --vocab-size N [--end TOKEN] [--megabytes N] [words of a run]",
         allow_abbrev=False,
     )
-    add, number = parser.add_argument, programs.positive
+    add, number, path = parser.add_argument, programs.positive, programs.path
     add("action", choices=["train"])
-    add("--out", type=Path, required=True, metavar="FOLDER", help="for its two files; it is not there yet, or empty")
+    add("--out", type=path, required=True, metavar="FOLDER", help="for its two files; it is not there yet, or empty")
     add("--vocab-size", type=number, required=True, metavar="N", help="ids, 257 to 1,048,576")
     add("--end", default="<|endoftext|>", metavar="TOKEN", help="what ends a document (default: %(default)s)")
     add("--megabytes", type=number, default=1000, metavar="N", help="of text at most (default: %(default)s)")

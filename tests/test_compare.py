@@ -68,6 +68,7 @@ def test_a_home_that_the_shell_leaves(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(pair(tmp_path)))
     told(capsys, "runs=[~/b,~/f]", "--out=~/cmp", code=0)
     assert (tmp_path / "cmp/compare.md").is_file()
+    assert "~no-such-user/f is no folder" in told(capsys, "~no-such-user/f", code=2)
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path, capsys):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,23 +81,23 @@ class Attempts:
         random, gap = rng.capture_torch(), gap or self.gaps.step_begins(ids.device)
         undo: Undo = lambda: None  # noqa: E731
         outliers = None
-        self.computing = True
-        try:
-            if self.plan.fp8 and not self.in_fp8(done):
-                if first or done == self.steps_in_fp8:
-                    log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
-                loss = self.in_bf16(ids, many=True)
-            else:
-                self.find_scales(ids)
-                undo = self.scaling.remember()
-                loss = self.in_own_precision(ids, undo)
-                outliers = self.scaling.count_amax_outliers(self.parts)
-        except SharedRefusal:  # the ranks are apart: a GPU may wait for another
-            raise
-        except BaseException:
+
+        def take_back() -> None:
             self._discard(undo)
             rng.restore_torch(random)
-            raise
+
+        self.computing = True
+        try:
+            with _after_an_error(take_back):
+                if self.plan.fp8 and not self.in_fp8(done):
+                    if first or done == self.steps_in_fp8:
+                        log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
+                    loss = self.in_bf16(ids, many=True)
+                else:
+                    self.find_scales(ids)
+                    undo = self.scaling.remember()
+                    loss = self.in_own_precision(ids, undo)
+                    outliers = self.scaling.count_amax_outliers(self.parts)
         finally:
             self.computing = False
         return Attempt(ids, loss, outliers, random, undo, self.parts, gap)
@@ -151,13 +152,8 @@ class Attempts:
             return
         if not self.scaling.take():
             discard = partial(self._discard, self.scaling.remember())
-            try:
+            with _after_an_error(discard):
                 self.training(lambda size: self._gradients.calibrate(ids, size), discard, proves_size=False)
-            except SharedRefusal:
-                raise
-            except BaseException:
-                discard()
-                raise
             self.scaling.agree()
             self.scaling.ready = True
 
@@ -166,12 +162,8 @@ class Attempts:
         attempt.undo()
         self.computing_again = True
         try:
-            return self.in_bf16(attempt.ids)
-        except SharedRefusal:
-            raise
-        except BaseException:
-            self._gradients.discard()
-            raise
+            with _after_an_error(self._gradients.discard):
+                return self.in_bf16(attempt.ids)
         finally:
             self.computing_again = False
 
@@ -215,3 +207,15 @@ class Attempts:
             self.training.proven = True
             if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
                 self._in_bf16 = self._fitting(in_bf16, IN_BF16)
+
+
+@contextmanager
+def _after_an_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` after any error but a SharedRefusal: then the ranks are apart, and a GPU may wait for another."""
+    try:
+        yield
+    except SharedRefusal:
+        raise
+    except BaseException:
+        undo()
+        raise

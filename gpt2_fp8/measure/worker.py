@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from gpt2_fp8.kernels import library_versions
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result, Status
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.parameters import flops_per_token, peak_bf16_flops
-from gpt2_fp8.runtime import devices, registry
+from gpt2_fp8.runtime import devices, programs, registry
 from gpt2_fp8.runtime.moments import seconds_of_each
 
 # Parts of names that tell where a kernel is from and not what it does.
@@ -59,8 +58,8 @@ _NOISE = re.compile(
 def versions() -> dict[str, str]:
     """Return the versions of the libraries, of CUDA and of the driver, by name; what is missing is left out."""
     found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    with suppress(metadata.PackageNotFoundError):
-        found["lightning"] = metadata.version("lightning")
+    if version := programs.installed_version("lightning"):
+        found["lightning"] = version
     found |= library_versions()
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError, IndexError):

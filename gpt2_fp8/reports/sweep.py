@@ -57,11 +57,11 @@ class Job:
 
 def read(folder: Path) -> list[Job]:
     """Return the jobs in a sweep's folder, best first, and those that its plan still lacks. Raises OSError."""
-    jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder) if path != folder]
-    ran = {frozenset(job.words) for job in jobs}
-    planned = None
+    planned, found = None, list(runs.below(folder))
     with suppress(OSError, ValueError):
         planned = runs.at(disk.read_json(folder / own_words.PLAN), list, "jobs")
+    jobs = [_job(path, str(path.relative_to(folder))) for path in found if planned is None or path != folder]
+    ran = {frozenset(job.words) for job in jobs}
     missing = [words for words in map(_texts, planned or []) if frozenset(words) not in ran]
     return sorted([*jobs, *(Job("", words, NOT_RUN) for words in missing)], key=lambda job: job.order)
 

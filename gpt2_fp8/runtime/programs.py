@@ -189,11 +189,16 @@ def stoppable(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     return stopped
 
 
+def path(text: str) -> Path:
+    """Return the path that an argument names, for a parser: the shell leaves `--out=~/x` and `runs=[~/x]` as typed."""
+    return Path(os.path.expanduser(text))  # Path's own raises for a home that nobody has
+
+
 def to_write(file: str) -> Path:
     """Return the path of a file to write, after making its folder. Raises OSError if that cannot be made."""
-    path = Path(file).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    found = path(file)
+    found.parent.mkdir(parents=True, exist_ok=True)
+    return found
 
 
 def without_reader() -> int:

@@ -181,13 +181,13 @@ class Meeting:
         """Wait until rank 0 has come to its end, and print `text` unless rank 0 has said as much. Raises nothing."""
         if isinstance(error, RankLost):
             return
-        said = None
+        said, silent = "", False
         until = time.monotonic() + (SAVE_SECONDS if isinstance(error, (Stopped, *_AGREED)) else END_SECONDS)
         with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
             while not (there := self._store.check(["said"])) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
-            said = self._store.get("said").decode() if there else ""  # rank 0 hangs
-        known = error is not None and said != "" and (error.told or text.splitlines()[0] in (said or ""))
+            said, silent = self._store.get("said").decode() if there else "", not there
+        known = error is not None and not silent and (error.told or text.splitlines()[0] in said)
         if not known and said != text:
             programs.say(f"rank {self.ranks.rank}: {text}")
 

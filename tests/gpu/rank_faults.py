@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.exchange import Exchange
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.fp8 import state
 from gpt2_fp8.runtime import collectives
@@ -116,11 +115,6 @@ def out_of_memory(on_all=False):
 
 
 out_of_memory_on_all = partial(out_of_memory, on_all=True)
-
-
-def says_where_it_waits():
-    """Four seconds after the ranks have told each other where memory ran out: a rank that has ended says nothing."""
-    _before(Fitting, "_check_together", partial(faulthandler.dump_traceback_later, 4))
 
 
 def _once_out_of_memory(owner, name, is_time, first=lambda self: None):

@@ -61,7 +61,7 @@ def words(road, *more):
 
 
 ON_OWN_GPUS = {
-    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory", "says_where_it_waits"))],
+    "fsdp, no memory on one": [Launch([*IN_TE, "trainer=fsdp"], faults=("out_of_memory",))],
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
     **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in (*KILLED, "hangs_in_the_exchange")},
     "fused, trainer.devices": [Launch(words("fused", *LONG, "trainer.max_restarts=1"), faults=("killed_once",))],

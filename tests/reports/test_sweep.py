@@ -67,6 +67,7 @@ def test_a_job_without_a_summary_has_hydras_words_and_is_no_success(tmp_path):
 
 def test_a_sweep_in_the_folder_of_a_run_has_its_jobs_alone(tmp_path):
     leave(tmp_path, "seed=1", last_val_loss=3.0)
+    assert [(job.folder, job.status) for job in sweep.read(tmp_path)] == [(".", "completed")]
     leave(tmp_path / "0", "seed=2", last_val_loss=2.0)
     own_words.write_plan(tmp_path, [["seed=2"], ["seed=1"]])
     assert [(job.folder, job.status) for job in sweep.read(tmp_path)] == [("0", "completed"), ("", "not run")]
